@@ -1,0 +1,30 @@
+"""Our own kernels and adapters, registered like anybody's."""
+
+from . import AdapterSpec, KernelSpec, hookimpl
+
+_KERNELS = "flashot_backends.kernels"
+
+
+@hookimpl
+def flashot_register_kernels() -> list[KernelSpec]:
+    """Return the kernels that ship with this package."""
+    torch = frozenset({"torch"})
+    return [
+        KernelSpec("sinkhorn", "triton", f"{_KERNELS}.sinkhorn.triton", torch, frozenset({"cuda"}), ("triton",), 20),
+        KernelSpec("sinkhorn", "torch", f"{_KERNELS}.sinkhorn.blocks", torch, priority=10),
+        KernelSpec("sinkhorn", "reference", f"{_KERNELS}.sinkhorn.reference", torch, priority=0),
+    ]
+
+
+@hookimpl
+def flashot_register_adapters() -> list[AdapterSpec]:
+    """Return the adapters that ship with this package."""
+    return [
+        AdapterSpec(
+            name="pot",
+            modules=("ot.bregman._sinkhorn", "ot.bregman"),
+            target="flashot_backends.adapters.pot:adapt",
+            distribution="POT",
+            versions=">=0.9,<0.10",
+        ),
+    ]
