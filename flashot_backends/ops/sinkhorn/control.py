@@ -1,0 +1,63 @@
+"""The arguments that steer the loop, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .costs import floating
+from .problem import Problem
+from .solver import ERROR_NORMS, Control
+
+
+def checked_control(
+    max_iterations: int, tolerance: float, check_every: int, norm: str, acceleration: str | None, precision: str | None
+) -> Control:
+    """Refuse what makes no sense, naming the argument."""
+    for name, value in (("max_iterations", max_iterations), ("check_every", check_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; accepted is a whole number from 1")
+    if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance is {tolerance!r}; accepted is a finite number from 0")
+    choices = {"norm": (norm, tuple(ERROR_NORMS)), "acceleration": (acceleration, ("auto", None)),
+               "precision": (precision, ("high", "fast", None))}  # fmt: skip
+    for name, (given, accepted) in choices.items():
+        if given not in accepted:
+            raise ValueError(f"{name} is {given!r}; accepted is one of {accepted}")
+    return Control(max_iterations, float(tolerance), check_every, norm)
+
+
+def starting_point(problem: Problem, init: tuple[Any, Any] | None) -> Tensor:
+    """The row potentials to start from, (B, n)."""
+    if init is None:
+        return torch.zeros_like(problem.a)
+    if not isinstance(init, tuple | list) or len(init) != 2:
+        raise TypeError(f"init is a {type(init).__name__}; accepted is a pair (f, g) of potentials")
+    for name, given, weight in (("f", init[0], problem.a), ("g", init[1], problem.b)):
+        _check_potential(name, given, weight)
+    f = floating(init[0], "init's f").to(problem.a.dtype)
+    return problem.flat(f, (problem.a.shape[-1],)).clone()
+
+
+def _check_potential(name: str, given: Any, weight: Tensor) -> None:
+    if given is None and name == "g":
+        return
+    potential = floating(given, f"init's {name}")
+    if potential.shape[-1:] != weight.shape[-1:]:
+        raise ValueError(f"init's {name} has shape {tuple(potential.shape)}; accepted is (..., {weight.shape[-1]})")
+    if potential.device != weight.device:
+        raise ValueError(f"init's {name} is on {potential.device}; accepted is the device of the cost, {weight.device}")
+
+
+def backend_names(backend: str | Sequence[str] | None) -> str:
+    """Kernel names as one string, for an op's schema; empty for the setting."""
+    if backend is None:
+        return ""
+    names = (backend,) if isinstance(backend, str) else tuple(backend)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(f"backend is {backend!r}; accepted is a kernel's name, or a sequence of names")
+    return "|".join(names)

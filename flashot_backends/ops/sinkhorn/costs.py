@@ -1,0 +1,150 @@
+"""The two kinds of cost a transport problem can have: points with a metric, or a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..arrays import restorer, to_torch
+
+METRICS = ("sqeuclidean",)
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, eq=False)
+class PointCloud:
+    """The cost between two clouds of points, never stored as a matrix.
+
+    Parameters
+    ----------
+    x, y : arrays of shape (..., n, d) and (..., m, d)
+        Points, float16, bfloat16, float32 or float64, both of one dtype on one device. Leading axes are the batch and
+        broadcast against each other.
+    metric : "sqeuclidean"
+        C_ij = |x_i − y_j|², in the square of the points' unit.
+
+    Raises
+    ------
+    TypeError
+        An argument is no array of floating point numbers, or the dtypes or frameworks differ.
+    ValueError
+        Shapes do not match, devices differ, or the metric is unknown.
+    """
+
+    x: Any
+    y: Any
+    metric: str = "sqeuclidean"
+    restore: Callable[[Any], Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"metric is {self.metric!r}; accepted is one of {METRICS}")
+        object.__setattr__(self, "restore", restorer(self.x))
+        x, y = floating(self.x, "x"), floating(self.y, "y")
+        object.__setattr__(self, "x", x)
+        object.__setattr__(self, "y", y)
+        same_kind(x, y, "x", "y")
+        if x.ndim < 2 or y.ndim < 2 or x.shape[-1] != y.shape[-1]:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; accepted are (..., n, d) and (..., m, d)"
+            )
+        broadcast_batch(x.shape[:-2], y.shape[:-2], "x", "y")
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The leading axes, broadcast."""
+        return broadcast_batch(self.x.shape[:-2], self.y.shape[:-2], "x", "y")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., n, m), the shape the cost would have as a matrix."""
+        return (*self.batch, self.x.shape[-2], self.y.shape[-2])
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors that hold the cost, with their own shapes."""
+        return (self.x, self.y)
+
+    def dense(self) -> Any:
+        """Return the cost as a matrix (..., n, m), from direct differences, differentiable."""
+        return ((self.x.unsqueeze(-2) - self.y.unsqueeze(-3)) ** 2).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseCost:
+    """A cost matrix.
+
+    Parameters
+    ----------
+    M : array of shape (..., n, m)
+        Costs, float16, bfloat16, float32 or float64. +inf forbids a pair.
+
+    Raises
+    ------
+    TypeError
+        M is no array of floating point numbers.
+    ValueError
+        M has fewer than two axes.
+    """
+
+    M: Any
+    restore: Callable[[Any], Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "restore", restorer(self.M))
+        object.__setattr__(self, "M", floating(self.M, "M"))
+        if self.M.ndim < 2:
+            raise ValueError(f"M has shape {tuple(self.M.shape)}; accepted is (..., n, m)")
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The leading axes."""
+        return tuple(self.M.shape[:-2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., n, m)."""
+        return tuple(self.M.shape)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensor that holds the cost."""
+        return (self.M,)
+
+    def dense(self) -> Any:
+        """Return the matrix itself."""
+        return self.M
+
+
+def floating(array: Any, name: str) -> Any:
+    """Return ``array`` as a torch tensor of floating point numbers, or say what is wrong with it."""
+    tensor = to_torch(array, name)
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind not in FLOATS:
+        raise TypeError(f"{name} has dtype {kind}; accepted are {', '.join(FLOATS)}")
+    return tensor
+
+
+def same_kind(first: Any, second: Any, first_name: str, second_name: str) -> None:
+    """Refuse two tensors of different dtypes or on different devices."""
+    if first.dtype != second.dtype:
+        raise TypeError(
+            f"{first_name} has dtype {first.dtype} and {second_name} {second.dtype}; accepted is one dtype for both"
+        )
+    if first.device != second.device:
+        raise ValueError(
+            f"{first_name} is on {first.device} and {second_name} on {second.device}; accepted is one device for both"
+        )
+
+
+def broadcast_batch(first: Any, second: Any, first_name: str, second_name: str) -> tuple[int, ...]:
+    """Broadcast two batch shapes as numpy does."""
+    longest = max(len(first), len(second))
+    padded = [(1,) * (longest - len(shape)) + tuple(shape) for shape in (first, second)]
+    if any(a != b and a != 1 and b != 1 for a, b in zip(*padded, strict=True)):
+        raise ValueError(
+            f"the leading axes of {first_name} are {tuple(first)} and those of {second_name} {tuple(second)}; "
+            "accepted are shapes that broadcast"
+        )
+    return tuple(b if a == 1 else a for a, b in zip(*padded, strict=True))

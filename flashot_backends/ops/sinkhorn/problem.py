@@ -1,0 +1,160 @@
+"""From arguments to a checked problem with one flat batch axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arrays import to_torch
+from .costs import DenseCost, PointCloud, broadcast_batch, floating
+
+# Relative difference of two masses that rounding can explain.
+MASS_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+
+
+class Problem(NamedTuple):
+    """A batch of problems. Tensors are flat: (B, n, d), (B, m, d) or (B, n, m); weights (B, n) and (B, m); ε (B,)."""
+
+    x: Tensor
+    y: Tensor | None
+    a: Tensor
+    b: Tensor
+    epsilon: Tensor
+    batch: tuple[int, ...]
+    metric: str
+    restore: Callable[[Any], Any]
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Give a result its batch axes back."""
+        return flat.reshape(self.batch + tuple(flat.shape[1:]))
+
+    def flat(self, shaped: Tensor, tail: tuple[int, ...]) -> Tensor:
+        """Broadcast an argument (..., *tail) to the batch and flatten it to (B, *tail)."""
+        return flatten(shaped, self.batch, tail)
+
+
+def make_problem(cost: Any, a: Any, b: Any, epsilon: Any) -> Problem:
+    """Check a transport problem (all but the values, which cost a pass over the data) and flatten its batch."""
+    if not isinstance(cost, PointCloud | DenseCost):
+        raise TypeError(f"cost is a {type(cost).__name__}; accepted are PointCloud and DenseCost")
+    n, m = cost.shape[-2:]
+    if n == 0 or m == 0:
+        raise ValueError(f"cost has shape {cost.shape}; accepted are at least one row and one column")
+    a_, b_ = weights(a, "a", n, cost), weights(b, "b", m, cost)
+    epsilon_ = regularisation(epsilon, a_.device)
+    batch = cost.batch
+    for name, shape in (("a", a_.shape[:-1]), ("b", b_.shape[:-1]), ("epsilon", epsilon_.shape)):
+        batch = broadcast_batch(batch, tuple(shape), "cost", name)
+    tensors = [flatten(part, batch, tuple(part.shape[-2:])) for part in cost.tensors]
+    return Problem(
+        tensors[0],
+        tensors[1] if len(tensors) > 1 else None,
+        flatten(a_, batch, (n,)),
+        flatten(b_, batch, (m,)),
+        flatten(epsilon_, batch, ()),
+        batch,
+        cost.metric if isinstance(cost, PointCloud) else "matrix",
+        cost.restore,
+    )
+
+
+def weights(given: Any, name: str, count: int, cost: Any) -> Tensor:
+    """Weights (..., count) in the dtype of the potentials, uniform where none were given."""
+    first = cost.tensors[0]
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    if given is None:
+        return torch.full((count,), 1 / count, dtype=dtype, device=first.device)
+    tensor = floating(given, name)
+    if tensor.ndim == 0 or tensor.shape[-1] != count:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted is (..., {count}) for a cost {cost.shape}")
+    if tensor.device != first.device:
+        raise ValueError(f"{name} is on {tensor.device} and the cost on {first.device}; accepted is one device for all")
+    if tensor.dtype not in (first.dtype, dtype):
+        raise TypeError(f"{name} has dtype {tensor.dtype} and the cost {first.dtype}; accepted is {dtype}")
+    return tensor.to(dtype)
+
+
+def regularisation(given: Any, device: torch.device) -> Tensor:
+    """ε as float64 on the device; a tensor keeps its gradient."""
+    if isinstance(given, bool | str) or given is None:
+        raise TypeError(f"epsilon is {given!r}; accepted is a positive number, or an array of them, one for each problem")
+    if isinstance(given, int | float):
+        if not (given > 0 and math.isfinite(given)):
+            raise ValueError(f"epsilon is {given}; accepted is a positive finite number")
+        return torch.full((), float(given), dtype=torch.float64, device=device)
+    return to_torch(given, "epsilon").to(device=device, dtype=torch.float64)
+
+
+def log_weights(given: Tensor) -> Tensor:
+    """log a, −inf without mass; no gradient flows where there is no mass."""
+    massive = given > 0
+    return torch.where(massive, torch.where(massive, given, 1).log(), -math.inf)
+
+
+def flatten(tensor: Tensor, batch: tuple[int, ...], tail: tuple[int, ...]) -> Tensor:
+    """Expand to (*batch, *tail) and merge the batch axes; a view wherever one exists."""
+    return tensor.expand(batch + tail).reshape((math.prod(batch), *tail))
+
+
+def check_values(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor) -> None:
+    """Look at the numbers: one pass over the data and one wait for a device. Skipped while a CUDA graph is captured."""
+    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    if epsilon.numel() == 0:
+        return
+    found = measure(x, y, a, b, epsilon)
+    for name, value in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
+        judge(name, value, MASS_TOLERANCE[a.dtype])
+
+
+def measure(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor) -> dict[str, Tensor]:
+    """The few numbers that tell whether the values are acceptable."""
+    found = {"epsilon": epsilon.min()}
+    if y is None:
+        found["M"] = x.amin().double()
+    else:
+        found["x"], found["y"] = x.sum(dtype=torch.float64), y.sum(dtype=torch.float64)
+    masses = []
+    for name, weight in (("a", a), ("b", b)):
+        mass = weight.sum(-1, dtype=torch.float64)
+        found[name], found[f"mass of {name}"] = weight.amin().double(), mass.min()
+        masses.append(mass)
+    found["mass"] = (masses[1] / masses[0] - 1).abs().max()
+    return found
+
+
+def judge(name: str, value: float, mass_tolerance: float) -> None:
+    """Raise what is wrong with one number of ``measure``."""
+    if name == "epsilon" and not (0 < value < math.inf):
+        raise ValueError(f"epsilon holds {value}; accepted are positive finite numbers")
+    if name == "M" and (math.isnan(value) or value == -math.inf):
+        raise ValueError(f"M holds {value}; accepted are finite costs, and +inf for a forbidden pair")
+    if name in ("x", "y") and not math.isfinite(value):
+        raise ValueError(f"{name} holds NaN or infinite coordinates; accepted are finite ones")
+    if name in ("a", "b") and not (0 <= value < math.inf):
+        raise ValueError(f"{name} holds {value}; accepted are finite weights that are not negative")
+    if name.startswith("mass of") and not (0 < value < math.inf):
+        raise ValueError(f"the {name} is {value}; accepted is a positive finite sum of weights")
+    if name == "mass" and not value <= mass_tolerance:
+        raise ValueError(f"the masses of a and b differ by {value:.3g} of the mass; accepted are equal masses")
+
+
+def make_softmin(cost: Any, h: Any, epsilon: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Check the arguments of ``softmin`` and flatten them: x, y (or None), h, ε, and how to shape the result."""
+    problem = make_problem(cost, None, None, epsilon)
+    m = cost.shape[-1]
+    h_ = floating(h, "h")
+    if h_.shape[-1:] != (m,):
+        raise ValueError(f"h has shape {tuple(h_.shape)}; accepted is (..., {m}) for a cost {cost.shape}")
+    if h_.device != problem.x.device:
+        raise ValueError(f"h is on {h_.device} and the cost on {problem.x.device}; accepted is one device for all")
+    batch = broadcast_batch(problem.batch, tuple(h_.shape[:-1]), "cost", "h")
+    parts = [flatten(part, batch, tuple(part.shape[-2:])) for part in cost.tensors]
+    x, y = (parts[0], None) if len(parts) == 1 else parts
+    flat_epsilon = flatten(problem.shaped(problem.epsilon), batch, ())
+    shaped = lambda out: out.reshape(*batch, out.shape[-1])  # noqa: E731
+    return x, y, flatten(h_.to(problem.a.dtype), batch, (m,)), flat_epsilon, shaped

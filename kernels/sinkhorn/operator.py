@@ -1,0 +1,154 @@
+"""What every kernel of the operation "sinkhorn" answers, and the parts that need no loop over pairs.
+
+A batch of B problems has costs C of shape (B, n, m) and regularisations ε of shape (B,). Log-scalings s (B, n) and
+t (B, m) stand for the plan P_ij = exp(s_i + t_j − C_ij/ε); −inf leaves a row or a column out. All methods work along
+rows; the transposed operator ``T`` works along columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Cost(NamedTuple):
+    """A batch of costs as tensors: points (B, n, d) and (B, m, d), or a matrix (B, n, m)."""
+
+    x: Tensor | None
+    y: Tensor | None
+    matrix: Tensor | None
+    metric: str = "sqeuclidean"
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor that tells dtype and device."""
+        tensor = self.x if self.matrix is None else self.matrix
+        assert tensor is not None
+        return tensor
+
+    @property
+    def T(self) -> Cost:  # noqa: N802 - the field's name for a transpose
+        """The same costs with rows and columns exchanged."""
+        matrix = None if self.matrix is None else self.matrix.transpose(-1, -2)
+        return Cost(self.y, self.x, matrix, self.metric)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(B, n, m)."""
+        if self.matrix is not None:
+            return tuple(self.matrix.shape)  # type: ignore[return-value]
+        assert self.x is not None and self.y is not None
+        return (self.x.shape[0], self.x.shape[1], self.y.shape[1])
+
+    def select(self, index: Tensor) -> Cost:
+        """The problems of the batch with these indices."""
+        return Cost(*(None if part is None else part[index] for part in self[:3]), self.metric)
+
+
+class Sweep(NamedTuple):
+    """The outcome of one row update and the column update that follows it."""
+
+    f: Tensor  # (B, n): the row potentials that belong to the given g
+    g: Tensor  # (B, m): the column potentials that follow from f
+    ratio: Tensor  # (B, m): column sums of the plan of (f, given g), over the wanted ones; 1 where none is wanted
+
+
+class Pullback(NamedTuple):
+    """Gradients of a softmin by the cost's tensors, by h (B, m), and by ε (B,); None where not asked for."""
+
+    cost: tuple[Tensor, ...] | None
+    h: Tensor
+    epsilon: Tensor | None
+
+
+class Weighted(NamedTuple):
+    """Reductions of W_ij = P_ij w_ij: Σ W ∂C by the cost's tensors, row sums and column sums."""
+
+    cost: tuple[Tensor, ...]
+    rows: Tensor
+    columns: Tensor
+
+
+class Operator:
+    """A batch of costs, ready to be reduced over its pairs. Subclasses fill in the loops."""
+
+    def __init__(self, cost: Cost, epsilon: Tensor):
+        self.cost = cost
+        self.exact_epsilon = epsilon
+        self.batch, self.rows, self.columns = cost.size
+        self.dtype = potential_dtype(cost.first.dtype)
+        self.device = cost.first.device
+        self.epsilon = epsilon.to(self.dtype)
+
+    @property
+    def T(self) -> Operator:  # noqa: N802
+        """The operator that works along columns."""
+        raise NotImplementedError
+
+    def select(self, index: Tensor) -> Operator:
+        """The operator of some problems of the batch."""
+        return type(self)(self.cost.select(index), self.exact_epsilon[index])
+
+    def softmin(self, h: Tensor) -> Tensor:
+        """−ε log Σ_j exp(h_j − C_ij/ε): (B, m) to (B, n)."""
+        raise NotImplementedError
+
+    def softmin_gradient(self, h: Tensor, out: Tensor, grad: Tensor, need_cost: bool, need_epsilon: bool) -> Pullback:
+        """Vector-Jacobian product of softmin, given its result and the gradient by it, both (B, n)."""
+        s = out / self.epsilon[:, None]
+        by_cost: tuple[Tensor, ...] | None = None
+        if need_cost:
+            by_cost, _, columns = self.weighted(s, h, alpha=grad)
+        else:
+            columns = self.T.apply(h, s, grad[:, :, None])[:, :, 0]
+        by_epsilon = None
+        if need_epsilon:
+            inner = (grad * self.cost_apply(s, h)).sum(-1)
+            by_epsilon = ((out * grad).sum(-1) - inner) / self.epsilon
+        return Pullback(by_cost, -self.epsilon[:, None] * columns, by_epsilon)
+
+    def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
+        """Update the rows from g, then the columns; ``f`` is the previous row potential, a hint at most.
+
+        Columns without mass keep their potential.
+        """
+        f = self.softmin(scaling(log_b, g, self.epsilon))
+        after = self.T.softmin(scaling(log_a, f, self.epsilon))
+        after = torch.where(log_b == -torch.inf, g, after)
+        return Sweep(f, after, torch.exp((g - after) / self.epsilon[:, None]))
+
+    def iterate(
+        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str
+    ) -> tuple[Tensor, ...] | None:
+        """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
+
+        Returns row and column potentials, iterations, error and whether it is below the tolerance, by batch element.
+        """
+        return None
+
+    def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
+        """P V: values (B, m, k) to (B, n, k)."""
+        raise NotImplementedError
+
+    def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
+        """Row sums of P∘C or P∘C², (B, n); forbidden pairs (C = +inf) count nothing."""
+        raise NotImplementedError
+
+    def weighted(
+        self, s: Tensor, t: Tensor, alpha: Tensor | None = None, gamma: float = 0.0, u: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Weighted:
+        """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j); alpha (B, n), u (B, n, k), v (B, m, k)."""
+        raise NotImplementedError
+
+
+def potential_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scaling(log_weight: Tensor, potential: Tensor, epsilon: Tensor) -> Tensor:
+    """log a + f/ε, and −inf where there is no mass whatever the potential says."""
+    return torch.where(log_weight == -torch.inf, log_weight, log_weight + potential / epsilon[:, None])
