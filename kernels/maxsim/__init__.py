@@ -1,0 +1,1 @@
+"""MaxSim kernels: the loops that touch every pair of tokens, one file per technology."""
