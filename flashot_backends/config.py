@@ -124,9 +124,10 @@ def reload() -> None:
 def suggestion(name: object, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest known name, or the list of all of them."""
     known = sorted(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.6)
+    folded = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
     if near:
-        return f" Did you mean {near[0]!r}?"
+        return f" Did you mean {folded[near[0]]!r}?"
     return f" Known: {', '.join(map(repr, known))}." if known else ""
 
 

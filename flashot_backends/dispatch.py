@@ -82,14 +82,6 @@ def unregister(spec: KernelSpec) -> None:
         _kernels.pop(spec, None)
 
 
-def reset() -> None:
-    """Forget the plans and which lines were said. For tests."""
-    global _version
-    with _lock:
-        _version = -1
-        _said.clear()
-
-
 def report() -> list[tuple[KernelSpec, str | None]]:
     """Return every kernel with the reason why it cannot serve anything on this machine, or ``None``."""
     specs = sorted(registry().kernels(), key=lambda spec: (spec.operation, -spec.priority))

@@ -171,14 +171,6 @@ def report() -> list[tuple[AdapterSpec, str | None, str]]:
     return [(spec, _host(spec).version, _state(_host(spec))) for spec in registry().adapters()]
 
 
-def reset() -> None:
-    """Forget the hosts and the warnings given, not the trampolines that are in place. For tests."""
-    with _lock:
-        _switch(False)
-        _hosts.clear()
-        _warned.clear()
-
-
 def _state(host: Host) -> str:
     if host.problem is not None:
         return host.problem
@@ -200,25 +192,41 @@ def _switch(on: bool) -> None:
 def _host(spec: AdapterSpec) -> Host:
     with _lock:
         host = _hosts.get(spec.name)
-        if host is None or host.spec is not spec:
+        if host is None or host.spec != spec:
             host = _hosts[spec.name] = Host(spec)
         return host
 
 
 def _watch(spec: AdapterSpec, module: str) -> None:
+    with _lock:
+        if module not in sys.modules and (spec.name, module) not in _waiting:
+            _waiting.add((spec.name, module))
+            _ImportHook(spec).register(module)
     if module in sys.modules:
-        return _adapt_loaded(spec, module)
-    with _lock:
-        if (spec.name, module) in _waiting:
-            return None
-        _waiting.add((spec.name, module))
-    return wrapt.register_post_import_hook(functools.partial(_on_import, spec), module)
+        _adapt_loaded(spec, module)
 
 
-def _on_import(spec: AdapterSpec, module: ModuleType) -> None:
-    with _lock:
-        _waiting.discard((spec.name, module.__name__))
-    _adapt(spec, module)
+class _ImportHook:
+    """Called by wrapt when a host module has been executed, or at once where it turns out to be in ``sys.modules``.
+
+    In the second case it may be half executed by another thread, so nothing is done: ``_adapt_loaded`` waits for it.
+    """
+
+    def __init__(self, spec: AdapterSpec) -> None:
+        self.spec = spec
+        self.registering: int | None = None
+
+    def register(self, module: str) -> None:
+        self.registering = threading.get_ident()
+        wrapt.register_post_import_hook(self, module)
+        self.registering = None
+
+    def __call__(self, module: ModuleType) -> None:
+        with _lock:
+            _waiting.discard((self.spec.name, module.__name__))
+        if self.registering != threading.get_ident():
+            _adapt(self.spec, module)
+            _sweep(_host(self.spec)._take_replaced(), self.spec, module.__name__.partition(".")[0])
 
 
 def _adapt_loaded(spec: AdapterSpec, name: str) -> None:
@@ -231,8 +239,12 @@ def _adapt_loaded(spec: AdapterSpec, name: str) -> None:
         return logger.info("%s is still being imported here; call enable() again when it is complete", name)
     _adapt(spec, module)
     replaced = _host(spec)._take_replaced()
+    _sweep(replaced, spec)
     if replaced:
-        _sweep(replaced)
+        logger.info(
+            "%s: adapted after its import; copies held in containers, closures or default arguments keep the host's own",
+            name,
+        )
     return None
 
 
@@ -297,16 +309,18 @@ def _trampoline(host: Host, original: Any, replacement: Callable[..., Any]) -> C
     return call
 
 
-def _sweep(replaced: list[tuple[Any, Any]]) -> None:
-    """Rebind every module-level name that still holds an original. What containers hold is out of reach."""
+def _sweep(replaced: list[tuple[Any, Any]], spec: AdapterSpec, package: str = "") -> None:
+    """Rebind the module-level names, in ``package`` or everywhere, that still hold an original."""
     by_id = {id(original): (original, trampoline) for original, trampoline in replaced}
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and not _ours(module):
-            _rebind(object.__getattribute__(module, "__dict__"), by_id)
-    names = ", ".join(original.__qualname__ for original, _ in replaced)
-    logger.info(
-        "%s: adapted after the import; copies held in containers, closures or default arguments keep the host's own", names
-    )
+    for name, module in list(sys.modules.items()) if by_id else ():
+        inside = not package or name.partition(".")[0] == package
+        if inside and isinstance(module, ModuleType) and not _adapts(name, spec):
+            _rebind(object.__getattribute__(module, "__dict__"), by_id)  # a lazy module must not wake up
+
+
+def _adapts(module: str, spec: AdapterSpec) -> bool:
+    """Whether a module is on our side, where an original is held on purpose."""
+    return module.partition(".")[0] == "flashot_backends" or module == spec.target.partition(":")[0]
 
 
 def _rebind(namespace: dict[str, Any], by_id: dict[int, tuple[Any, Any]]) -> None:
@@ -314,10 +328,6 @@ def _rebind(namespace: dict[str, Any], by_id: dict[int, tuple[Any, Any]]) -> Non
         pair = by_id.get(id(value))
         if pair is not None and value is pair[0]:
             namespace[name] = pair[1]
-
-
-def _ours(module: ModuleType) -> bool:
-    return str(object.__getattribute__(module, "__dict__").get("__name__", "")).split(".")[0] == "flashot_backends"
 
 
 def _warn_once(message: str) -> None:

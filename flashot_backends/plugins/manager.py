@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from .specs import PROJECT, AdapterSpec, Hooks, KernelSpec
 
 BUILTIN = "builtin"
 logger = logging.getLogger(PROJECT)
+_versions = itertools.count()
 
 
 class Registry:
@@ -28,7 +30,7 @@ class Registry:
         self._kernels: dict[tuple[str, str], KernelSpec] = {}
         self._adapters: dict[str, AdapterSpec] = {}
         self._owners: dict[object, str] = {}
-        self.version = 0
+        self.version = next(_versions)
 
     def add(self, specs: Iterable[KernelSpec | AdapterSpec], owner: str) -> None:
         """Add all of ``specs`` or none; ``ValueError`` when a name is taken, naming both plugins."""
@@ -41,14 +43,14 @@ class Registry:
         for key, spec in zip(keys, specs, strict=True):
             self._owners[key] = owner
             self._table(spec)[key] = spec
-        self.version += 1
+        self.version = next(_versions)
 
     def remove(self, spec: KernelSpec | AdapterSpec) -> None:
         """Remove one spec; ``KeyError`` when it is not here."""
         key = _key(spec)
         del self._table(spec)[key]
         del self._owners[key]
-        self.version += 1
+        self.version = next(_versions)
 
     def kernels(self, operation: str | None = None) -> list[KernelSpec]:
         """Return the kernels of ``operation`` (of all for ``None``), highest priority first, then by registration."""
@@ -89,13 +91,6 @@ _loading: Registry | None = None
 def registry() -> Registry:
     """Return what the plugins registered, loading them on the first call."""
     return _registry if _registry is not None else _load()
-
-
-def reset() -> None:
-    """Forget everything; the next call of ``registry`` loads the plugins again."""
-    global _registry
-    with _lock:
-        _registry = None
 
 
 def _load() -> Registry:

@@ -1,0 +1,5 @@
+"""A small library that knows nothing of flashot-backends."""
+
+from .matching import soft_match
+
+__all__ = ["soft_match"]
