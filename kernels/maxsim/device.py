@@ -1,0 +1,398 @@
+"""Device code of MaxSim in Triton.
+
+Rows of a query tile are slots: ``SLOT`` rows for each query, a power of two, so that several short queries share a tile.
+Positions beyond an item's end read its last token again: the copies can neither win nor displace a winner (equal values
+keep the first position), so no product is masked.
+
+float32 goes through the float16 matrix units in three products: every row is scaled by a power of two to a largest
+magnitude in [2^13, 2^14), x = high + low in float16, and x.y = high.high + high.low + low.high in one float32 sum; what
+is left out is 2^-22 of |x||y|.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _exponent(largest):
+    """Powers of two that bring ``largest`` to [2^13, 2^14), and back."""
+    bits = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 14)
+    return ((267 - bits) << 23).to(tl.float32, bitcast=True), ((bits - 13) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(x):
+    """High and low part in float16."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _split(x):
+    """High part, low part, and what the rows are to be multiplied with afterwards."""
+    scale, back = _exponent(tl.max(tl.abs(x), axis=1))
+    high, low = _halves(x * scale[:, None])
+    return high, low, back
+
+
+@triton.jit
+def _similar(d, q_high, q_low, q_back, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr):
+    """Inner products of a document tile and a query tile, document tokens along the rows or along the columns."""
+    if EXACT:
+        high, low, back = _split(d)
+        if DOCUMENT_ROWS:
+            s = tl.dot(low, tl.trans(q_high))
+            s = tl.dot(high, tl.trans(q_low), s)
+            s = tl.dot(high, tl.trans(q_high), s)
+            return s * back[:, None] * q_back[None, :]
+        else:
+            s = tl.dot(q_high, tl.trans(low))
+            s = tl.dot(q_low, tl.trans(high), s)
+            s = tl.dot(q_high, tl.trans(high), s)
+            return s * q_back[:, None] * back[None, :]
+    elif DOCUMENT_ROWS:
+        return tl.dot(d, tl.trans(q_high))
+    else:
+        return tl.dot(q_high, tl.trans(d))
+
+
+@triton.jit
+def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
+    """Rows of embeddings; ``rows`` are offsets of their first numbers."""
+    if SIZE % BD == 0:
+        return tl.load(base + rows[:, None] + columns[None, :])
+    else:
+        return tl.load(base + rows[:, None] + columns[None, :], mask=columns[None, :] < SIZE, other=0.0)
+
+
+@triton.jit
+def _first_and_length(offsets, item, longest, PACKED: tl.constexpr):
+    """Where an item starts in packed tokens (0 otherwise), and how many tokens it holds."""
+    if PACKED:
+        first = tl.load(offsets + item)
+        return first, (tl.load(offsets + item + 1) - first).to(tl.int32)
+    else:
+        return item.to(tl.int64) * 0, item * 0 + longest
+
+
+@triton.jit
+def _trimmed(mask, length):
+    """Length up to the last kept token."""
+    found = 0
+    for at in range(0, length, 512):
+        place = at + tl.arange(0, 512)
+        keep = tl.load(mask + place, mask=place < length, other=0)
+        found = tl.maximum(found, tl.max(tl.where(keep != 0, place + 1, 0), axis=0))
+    return found
+
+
+@triton.jit(do_not_specialize=[
+    "tiles", "parts", "queries", "per_query", "per_part", "longest_query", "longest_document", "set_size",
+])  # fmt: skip
+def scores_kernel(
+    q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
+    scores, winners, tiles, parts, queries, per_query, per_part, longest_query, longest_document, set_size,
+    q_item, q_token, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
+    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
+    BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
+    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr,
+):  # fmt: skip
+    """Scores of one document and one tile of queries; tiles run fastest, so neighbours share the document in cache."""
+    program = tl.program_id(0)
+    document = program // tiles
+    tile = program % tiles
+    part = tile % parts
+    row = tl.arange(0, BQ)
+    columns = tl.arange(0, BD)
+
+    if OWNED:
+        if HAS_OWNERS:
+            owner = tl.load(owners + document).to(tl.int32)
+        else:
+            owner = document // set_size
+        query = owner + row * 0
+    else:
+        query = (tile // parts) * (BQ // SLOT) + row // SLOT
+    token = part * BQ + row % SLOT
+    exists = query < queries
+    query = tl.minimum(query, queries - 1)
+    q_first, q_length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
+    inside = exists & (token < q_length)
+    place = tl.maximum(tl.minimum(token, q_length - 1), 0)
+    if Q_PACKED:
+        q_at = q_first + place
+        # an empty query at the very end has no token to read
+        q_at = tl.where(inside, q_at, 0)
+        q_rows = q_at * q_token
+    else:
+        q_rows = query.to(tl.int64) * q_item + place.to(tl.int64) * q_token
+        q_at = query.to(tl.int64) * longest_query + place
+    counts = inside
+    if HAS_Q_MASK:
+        counts = inside & (tl.load(q_mask_ptr + q_at, mask=inside, other=0) != 0)
+
+    d_first, d_length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
+    if D_PACKED:
+        d_base = d_ptr + d_first * d_token
+    else:
+        d_base = d_ptr + document.to(tl.int64) * d_item
+    length = d_length
+    if HAS_D_MASK:
+        if D_PACKED:
+            d_mask = d_mask_ptr + d_first
+        else:
+            d_mask = d_mask_ptr + document.to(tl.int64) * longest_document
+        length = _trimmed(d_mask, d_length)
+
+    if DOCUMENT_ROWS:
+        best = tl.full((BT, BQ), float("-inf"), tl.float32)
+        step = tl.zeros((BT, BQ), tl.int32)
+    else:
+        best = tl.full((BQ, BT), float("-inf"), tl.float32)
+        step = tl.zeros((BQ, BT), tl.int32)
+
+    ONE: tl.constexpr = SIZE <= BD
+    if ONE:
+        q = _load(q_ptr, q_rows, columns, SIZE, BD)
+        if EXACT:
+            q_high, q_low, q_back = _split(q)
+        else:
+            q_high = q
+            q_low = q
+            q_back = row
+    for start in tl.range(0, length, BT, num_stages=STAGES):
+        spot = tl.minimum(start + tl.arange(0, BT), length - 1)
+        d_rows = spot.to(tl.int64) * d_token
+        if ONE:
+            d = _load(d_base, d_rows, columns, SIZE, BD)
+            similar = _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+        else:
+            if DOCUMENT_ROWS:
+                similar = tl.zeros((BT, BQ), tl.float32)
+            else:
+                similar = tl.zeros((BQ, BT), tl.float32)
+            for at in range(0, SIZE, BD):
+                d = _load(d_base, d_rows, at + columns, SIZE, BD)
+                q = _load(q_ptr, q_rows, at + columns, SIZE, BD)
+                if EXACT:
+                    q_high, q_low, q_back = _split(q)
+                    similar += _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+                else:
+                    similar += _similar(d, q, q, row, EXACT, DOCUMENT_ROWS)
+        if HAS_D_MASK:
+            keep = tl.load(d_mask + spot) != 0
+            fill = 0.0 if ZERO else float("-inf")
+            if DOCUMENT_ROWS:
+                similar = tl.where(keep[:, None], similar, fill)
+            else:
+                similar = tl.where(keep[None, :], similar, fill)
+        if RECORD:
+            step = tl.where(similar > best, start, step)
+        best = tl.maximum(best, similar, propagate_nan=tl.PropagateNan.ALL)
+
+    AXIS: tl.constexpr = 0 if DOCUMENT_ROWS else 1
+    top = tl.max(best, axis=AXIS)
+    wrong = tl.max((best != best).to(tl.int32), axis=AXIS)
+    if RECORD:
+        spot = tl.arange(0, BT)
+        if DOCUMENT_ROWS:
+            found = tl.where(best == top[None, :], step + spot[:, None], 2147483647)
+        else:
+            found = tl.where(best == top[:, None], step + spot[None, :], 2147483647)
+        winner = tl.maximum(tl.minimum(tl.min(found, axis=AXIS), length - 1), 0)  # beyond the end: the last token
+        chosen = counts & (top > float("-inf")) & (wrong == 0)
+        if HAS_D_MASK:
+            if ZERO:
+                chosen = chosen & (tl.load(d_mask + winner, mask=chosen, other=0) != 0)
+    floor = False
+    if HAS_FLOORS:
+        floor = tl.load(floors + document) != 0
+    if HAS_D_MASK:
+        if ZERO:
+            floor = floor | (length < d_length)
+    if HAS_FLOORS or (HAS_D_MASK and ZERO):
+        if RECORD:
+            chosen = chosen & ((top >= 0) | (floor == 0))
+        top = tl.where(floor, tl.maximum(top, 0.0), top)
+    top = tl.where(wrong > 0, float("nan"), top)
+    top = tl.where(counts, top, 0.0)
+    if RECORD:
+        if OWNED:
+            to = document.to(tl.int64) * longest_query + token
+        else:
+            to = (document.to(tl.int64) * queries + query) * longest_query + token
+        tl.store(winners + to, tl.where(chosen, winner, NONE), mask=exists & (token < longest_query))
+
+    PER: tl.constexpr = BQ // SLOT
+    total = tl.sum(tl.reshape(top, (PER, SLOT)), axis=1)
+    if OWNED:
+        out = part.to(tl.int64) * per_part + document + tl.arange(0, PER)
+        tl.store(scores + out, total)
+    else:
+        which = (tile // parts) * PER + tl.arange(0, PER)
+        out = part.to(tl.int64) * per_part + which.to(tl.int64) * per_query + document
+        tl.store(scores + out, total, mask=which < queries)
+
+
+@triton.jit
+def _document_gradient(
+    program, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+    tiles, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
+    D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    SCALED: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one document's gradient: (who chose this token) x (query tokens), a product on the matrix units."""
+    CHUNKS: tl.constexpr = (SIZE + BD - 1) // BD
+    columns = (program % CHUNKS) * BD + tl.arange(0, BD)
+    program = program // CHUNKS
+    document = program // tiles
+    spot = (program % tiles) * BT + tl.arange(0, BT)
+    d_first, length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
+    if (program % tiles) * BT < length:
+        if OWNED:
+            if HAS_OWNERS:
+                only = tl.load(owners + document).to(tl.int32)
+            else:
+                only = document // set_size
+            rows = longest_query
+        else:
+            only = 0
+            rows = queries * longest_query
+        chosen = winners + document.to(tl.int64) * rows
+        total = tl.zeros((BT, BD), tl.float32)
+        for start in tl.range(0, rows, BK, num_stages=STAGES):
+            row = start + tl.arange(0, BK)
+            inside = row < rows
+            winner = tl.load(chosen + row, mask=inside, other=NONE).to(tl.int32)
+            query = only + row // longest_query
+            token = row % longest_query
+            live = inside & (winner != NONE)
+            g = tl.load(
+                gradient + query.to(tl.int64) * g_query + document.to(tl.int64) * g_document, mask=live, other=0.0
+            ).to(tl.float32)
+            q_first, _ = _first_and_length(q_offsets, query, longest_query, False)
+            if Q_PACKED:
+                q_first = tl.load(q_offsets + query, mask=live, other=0)
+            q_rows = query.to(tl.int64) * q_item + (q_first + token) * q_token
+            q = tl.load(
+                q_ptr + q_rows[:, None] + columns[None, :], mask=live[:, None] & (columns[None, :] < SIZE), other=0.0
+            )
+            hits = winner[None, :] == spot[:, None]
+            if EXACT:
+                g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
+                q_scale, q_back = _exponent(tl.max(tl.max(tl.abs(q), axis=1), axis=0))
+                g_high, g_low = _halves(g * g_scale)
+                q_high, q_low = _halves(q * q_scale)
+                high = tl.where(hits, g_high[None, :], 0.0).to(tl.float16)
+                low = tl.where(hits, g_low[None, :], 0.0).to(tl.float16)
+                sums = tl.dot(low, q_high)
+                sums = tl.dot(high, q_low, sums)
+                sums = tl.dot(high, q_high, sums)
+                total += sums * g_back * q_back
+            elif SCALED:
+                g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
+                weights = tl.where(hits, (g * g_scale)[None, :], 0.0).to(q_ptr.dtype.element_ty)
+                total += tl.dot(weights, q) * g_back
+            else:
+                weights = tl.where(hits, g[None, :], 0.0).to(q_ptr.dtype.element_ty)
+                total = tl.dot(weights, q, total)
+        if D_PACKED:
+            to = (d_first + spot) * SIZE
+        else:
+            to = (document.to(tl.int64) * longest_document + spot) * SIZE
+        tl.store(
+            to_d + to[:, None] + columns[None, :],
+            total.to(to_d.dtype.element_ty),
+            mask=(spot < length)[:, None] & (columns[None, :] < SIZE),
+        )
+
+
+@triton.jit
+def _query_gradient(
+    program, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
+    tiles, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
+    D_PACKED: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
+    """A few tokens of one query's gradient: the document tokens they chose, weighted and summed in order."""
+    CHUNKS: tl.constexpr = (SIZE + BD - 1) // BD
+    columns = (program % CHUNKS) * BD + tl.arange(0, BD)
+    program = program // CHUNKS
+    query = program // tiles
+    token = (program % tiles) * BS + tl.arange(0, BS)
+    q_first, length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
+    if OWNED:
+        if HAS_OWNERS:
+            low = tl.load(sets + query).to(tl.int32)
+            high = tl.load(sets + query + 1).to(tl.int32)
+        else:
+            low = query * set_size
+            high = low + set_size
+    else:
+        low = 0
+        high = documents
+    total = tl.zeros((BS, BD), tl.float32)
+    for start in range(low, high, BJ):
+        document = start + tl.arange(0, BJ)
+        there = document < high
+        at = document.to(tl.int64)
+        if not OWNED:
+            at = at * queries + query
+        inside = there[None, :] & (token < length)[:, None]
+        winner = tl.load(winners + at[None, :] * longest_query + token[:, None], mask=inside, other=NONE).to(tl.int32)
+        live = inside & (winner != NONE)
+        g = tl.load(
+            gradient + query.to(tl.int64) * g_query + document.to(tl.int64) * g_document, mask=there, other=0.0
+        ).to(tl.float32)
+        if D_PACKED:
+            base = tl.load(d_offsets + document, mask=there, other=0) * d_token
+        else:
+            base = document.to(tl.int64) * d_item
+        rows = base[None, :] + winner.to(tl.int64) * d_token
+        found = tl.load(
+            d_ptr + rows[:, :, None] + columns[None, None, :],
+            mask=live[:, :, None] & (columns[None, None, :] < SIZE),
+            other=0.0,
+        )
+        total += tl.sum(found.to(tl.float32) * g[None, :, None], axis=1)
+    if Q_PACKED:
+        to = (q_first + token) * SIZE
+    else:
+        to = (query.to(tl.int64) * longest_query + token) * SIZE
+    tl.store(
+        to_q + to[:, None] + columns[None, :],
+        total.to(to_q.dtype.element_ty),
+        mask=(token < length)[:, None] & (columns[None, :] < SIZE),
+    )
+
+
+@triton.jit(do_not_specialize=[
+    "programs_d", "tiles_d", "tiles_q", "queries", "documents", "g_query", "g_document", "longest_query",
+    "longest_document", "set_size",
+])  # fmt: skip
+def gradients_kernel(
+    q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
+    sets, gradient, winners, to_q, to_d, programs_d, tiles_d, tiles_q, queries, documents, g_query, g_document,
+    longest_query, longest_document, set_size, q_item, q_token, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
+    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
+    """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tiles."""
+    program = tl.program_id(0)
+    if program < programs_d:
+        _document_gradient(
+            program, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+            tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
+            SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, STAGES, EXACT, SCALED, NONE,
+        )  # fmt: skip
+    else:
+        _query_gradient(
+            program - programs_d, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
+            tiles_q, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
+            SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, NONE,
+        )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Launch shapes from ``tuning.json``: data by class of card and size of problem, no search at run time.
+
+For each direction and class of card ("sm90", else "default") the file holds rules; the first whose conditions hold gives
+the launch: ``rows`` and ``length`` are upper bounds of the query rows in a tile's reach and of the longest document,
+``exact`` and ``record`` must be equal.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+@lru_cache
+def _table():
+    return json.loads(Path(__file__).with_name("tuning.json").read_text())
+
+
+@lru_cache
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(index)
+
+
+def _rules(direction, device):
+    table = _table()[direction]
+    if device.type != "cuda":
+        return table["default"]
+    major, minor = capability(device.index or 0)
+    return table.get(f"sm{major}{minor}", []) + table["default"]
+
+
+def _holds(rule, rows, length, exact, record):
+    return (
+        rows <= rule.get("rows", rows)
+        and length <= rule.get("length", length)
+        and rule.get("exact", exact) == exact
+        and rule.get("record", record) == record
+    )
+
+
+def _first(direction, device, rows, length, exact, record):
+    for rule in _rules(direction, device):
+        if _holds(rule, rows, length, exact, record):
+            return dict(rule["launch"])
+    raise LookupError(f"tuning.json has no {direction} rule for {rows} rows and documents of {length} tokens")
+
+
+def forward(device, rows, length, exact, record):
+    """Launch of the forward kernel."""
+    return _first("forward", device, rows, length, exact, record)
+
+
+def backward(device, length, exact):
+    """Launch of the backward kernel."""
+    return _first("backward", device, 0, length, exact, True)
