@@ -1,6 +1,6 @@
 """Device code of MaxSim in Triton.
 
-Rows of a query tile are slots: ``SLOT`` rows for each query, a power of two, so that several short queries share a tile.
+Rows of a query tile are slots: ``SLOT`` rows (a power of two) for each query, so several short queries share a tile.
 Positions beyond an item's end read its last token again: the copies can neither win nor displace a winner (equal values
 keep the first position), so no product is masked.
 
@@ -9,6 +9,7 @@ magnitude in [2^13, 2^14), x = high + low in float16, and x.y = high.high + high
 is left out is 2^-22 of |x||y|.
 """
 
+# ruff: noqa: RET505  (the compiler needs the else after a return)
 import triton
 import triton.language as tl
 
@@ -203,15 +204,13 @@ def scores_kernel(
             found = tl.where(best == top[:, None], step + spot[None, :], 2147483647)
         winner = tl.maximum(tl.minimum(tl.min(found, axis=AXIS), length - 1), 0)  # beyond the end: the last token
         chosen = counts & (top > float("-inf")) & (wrong == 0)
-        if HAS_D_MASK:
-            if ZERO:
-                chosen = chosen & (tl.load(d_mask + winner, mask=chosen, other=0) != 0)
+        if HAS_D_MASK and ZERO:
+            chosen = chosen & (tl.load(d_mask + winner, mask=chosen, other=0) != 0)
     floor = False
     if HAS_FLOORS:
         floor = tl.load(floors + document) != 0
-    if HAS_D_MASK:
-        if ZERO:
-            floor = floor | (length < d_length)
+    if HAS_D_MASK and ZERO:
+        floor = floor | (length < d_length)
     if HAS_FLOORS or (HAS_D_MASK and ZERO):
         if RECORD:
             chosen = chosen & ((top >= 0) | (floor == 0))

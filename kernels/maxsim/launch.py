@@ -1,4 +1,4 @@
-"""Launches with little overhead: a compiled kernel is kept for each kind of call and started without Triton's binding."""
+"""Thin launches: a compiled kernel is kept for each kind of call and started without Triton's binding."""
 
 import torch
 import triton

@@ -1,8 +1,8 @@
 """MaxSim on CUDA: what runs where; the device code is in ``device`` and the launch shapes in ``tuning``.
 
 Forward: several short queries share one tile, which stays on chip while the tokens of a document stream past it; a
-program keeps an elementwise running maximum and reduces it once, at the end. Backward: one launch in which every program
-owns a tile of the result, of a document's gradient or of a query's, so there are no atomics and sums have one order.
+program keeps an elementwise running maximum and reduces it once, at the end. Backward: one launch in which every
+program owns a tile of a document's gradient or of a query's, so there are no atomics and sums have one order.
 """
 
 import torch
@@ -84,7 +84,7 @@ def _common(problem):
 def backward(problem, winners, gradient, for_queries, for_documents):
     """Gradients of the weighted scores at the recorded winners: for queries and for documents (None: not wanted)."""
     problem = _contiguous_rows(problem)
-    new = dict(memory_format=torch.contiguous_format)
+    new = {"memory_format": torch.contiguous_format}
     to_queries = torch.empty_like(problem.queries, **new) if for_queries else None
     to_documents = torch.empty_like(problem.documents, **new) if for_documents else None
     strides = (0, gradient.stride(0)) if problem.set_size else gradient.stride()

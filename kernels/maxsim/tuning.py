@@ -1,8 +1,8 @@
 """Launch shapes from ``tuning.json``: data by class of card and size of problem, no search at run time.
 
-For each direction and class of card ("sm90", else "default") the file holds rules; the first whose conditions hold gives
-the launch: ``rows`` and ``length`` are upper bounds of the query rows in a tile's reach and of the longest document,
-``exact`` and ``record`` must be equal.
+For each direction and class of card ("sm90", else "default") the file holds rules; the first whose conditions hold
+gives the launch: ``rows`` and ``length`` are upper bounds of the query rows in a tile's reach and of the longest
+document, ``exact`` and ``record`` must be equal.
 """
 
 import json
