@@ -89,9 +89,11 @@ def _routed(original: Callable[..., Any], host: Any, wants_plan: bool) -> Callab
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         call = _Call(wants_plan=wants_plan, options=bound.arguments.pop("kwargs", {}), **bound.arguments)
+        problem = None
         if call.name == "flash":
-            return _flash(call)
-        problem = _substitution(call) if host.substituted else None
+            problem = _asked_for(call)
+        elif host.substituted:
+            problem = _substitution(call)
         if problem is not None:
             return _answer(call, problem)
         if _is_lazy(call.M):
@@ -101,12 +103,13 @@ def _routed(original: Callable[..., Any], host: Any, wants_plan: bool) -> Callab
     return routed
 
 
-def _flash(call: _Call) -> Any:
+def _asked_for(call: _Call) -> _Problem:
+    """Read a call of the method "flash"."""
     unknown = sorted(set(call.options) - set(OPTIONS))
     if unknown:
         accepted = ", ".join((*PARAMETERS, *OPTIONS))
         raise TypeError(f"method='flash' got the unknown argument {unknown[0]!r}; accepted are {accepted}")
-    return _answer(call, _read(call))
+    return _read(call)
 
 
 def _substitution(call: _Call) -> _Problem | None:
@@ -241,10 +244,12 @@ def _check_kinds(**arrays: Any) -> None:
     for name, kind in kinds.items():
         first = next(iter(kinds))
         if kind in (None, "tensorflow"):
-            found = type(arrays[name])
-            raise TypeError(f"{name} is a {found.__module__}.{found.__qualname__}; accepted are {ARRAYS}")
+            found, also = type(arrays[name]), ", and lazy_cost(X, Y)" if name == "M" else ""
+            raise TypeError(f"{name} is a {found.__module__}.{found.__qualname__}; accepted are {ARRAYS}{also}")
         if kind != kinds[first]:
             raise TypeError(f"{name} is a {kind} array and {first} is a {kinds[first]} array; accepted is one kind")
+        if kind == "jax":
+            to_torch(arrays[name], name)  # refuses tracers, in words that tell what to do
 
 
 def _floating(*arrays: Any) -> list[Any]:
