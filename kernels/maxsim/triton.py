@@ -9,12 +9,13 @@ import torch
 
 from . import tuning
 from .device import gradients_kernel, scores_kernel
-from .launch import Ready, can_be_ready, launch
+from .launch import Plan, start
 from .layout import document_count, index_dtype, none_of, query_count, winners_shape
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 4096
-_ready = {}
+_plans: dict[tuple, Plan] = {}
+_ALONE = (None,) * 6
 
 
 def applies(request) -> str | None:
@@ -31,38 +32,52 @@ def applies(request) -> str | None:
 
 def forward(problem, record):
     """Scores, and the winning positions if asked for; see ``layout``."""
-    problem = _contiguous_rows(problem)
-    queries, documents = query_count(problem), document_count(problem)
-    tokens = problem.queries
-    shape = (documents,) if problem.set_size else (queries, documents)
-    winners = tokens.new_empty(winners_shape(problem), dtype=index_dtype(problem.longest_document)) if record else None
-    if not queries or not documents or not problem.longest_query:
-        return tokens.new_zeros(shape, dtype=torch.float32), winners
     key = ("scores", record, *_kind(problem))
-    ready = _ready.get(key)
-    constants, parts, tiles = (None, *ready[1]) if ready else _forward_plan(problem, queries, record)
-    scores = tokens.new_empty(shape if parts == 1 else (parts, *shape), dtype=torch.float32)
+    plan = _plans.get(key) or _remember(key, _forward_plan(problem, record))
+    if plan.copies:
+        problem = _contiguous_rows(problem)
+    tokens = problem.queries
+    winners = tokens.new_empty(plan.winners, dtype=plan.index) if record else None
+    if not plan.programs:
+        return tokens.new_zeros(plan.shape, dtype=torch.float32), winners
+    scores = tokens.new_empty(plan.shape, dtype=torch.float32)
+    start(scores_kernel, plan, (*problem[:8], scores, winners))
+    return scores.sum(0) if plan.parts else scores, winners
+
+
+def _forward_plan(problem, record):
+    """Grid, numbers and constants of the forward kernel. Queries longer than a tile are summed part by part."""
+    copied = _contiguous_rows(problem)
+    queries, documents = query_count(problem), document_count(problem)
+    constants, columns, slot = _forward_constants(problem, queries, record)
+    parts = max(-(-problem.longest_query // columns), 1)
+    tiles = parts if problem.set_size else parts * -(-queries // (columns // slot))
+    shape = (documents,) if problem.set_size else (queries, documents)
     strides = (1, documents) if problem.set_size else (documents, queries * documents)
-    _start(
-        scores_kernel, key, (parts, tiles), tiles * documents, (*problem[:8], scores, winners),
-        (tiles, parts, queries, *strides, *_sizes(problem)), constants,
-    )  # fmt: skip
-    return scores if parts == 1 else scores.sum(0), winners
+    index = index_dtype(problem.longest_document)
+    return Plan(
+        programs=tiles * documents if queries and problem.longest_query else 0,
+        numbers=(tiles, parts, queries, *strides, *_sizes(copied)),
+        constants=constants,
+        copies=copied is not problem,
+        shape=(parts, *shape) if parts > 1 else shape,
+        parts=parts > 1,
+        winners=winners_shape(problem),
+        index=index,
+    )
 
 
-def _forward_plan(problem, queries, record):
-    """Constants of the forward kernel, tiles that a long query needs, tiles for each document."""
+def _forward_constants(problem, queries, record):
     width = _power(problem.longest_query)
     rows = width if problem.set_size else min(width * _power(queries), 1 << 20)
     exact = problem.queries.dtype == torch.float32
-    plan = _common(problem)
-    plan.update(tuning.forward(problem.queries.device, rows, problem.longest_document, exact, record))
-    columns = min(max(rows, 16), plan["BQ"])
+    found = _common(problem)
+    found.update(tuning.forward(problem.queries.device, rows, problem.longest_document, exact, record))
+    columns = min(max(rows, 16), found["BQ"])
     slot = columns if problem.set_size else min(width, columns)
-    plan.update(BQ=columns, SLOT=slot, EXACT=exact, RECORD=record, NONE=none_of(index_dtype(problem.longest_document)))
-    plan.update(ZERO=problem.masked == "zero", HAS_FLOORS=problem.floors is not None)
-    parts = -(-problem.longest_query // columns)
-    return plan, parts, parts if problem.set_size else parts * -(-queries // (columns // slot))
+    found.update(BQ=columns, SLOT=slot, EXACT=exact, RECORD=record, NONE=none_of(index_dtype(problem.longest_document)))
+    found.update(ZERO=problem.masked == "zero", HAS_FLOORS=problem.floors is not None)
+    return found, columns, slot
 
 
 def _common(problem):
@@ -83,34 +98,46 @@ def _common(problem):
 
 def backward(problem, winners, gradient, for_queries, for_documents):
     """Gradients of the weighted scores at the recorded winners: for queries and for documents (None: not wanted)."""
-    problem = _contiguous_rows(problem)
-    new = {"memory_format": torch.contiguous_format}
-    to_queries = torch.empty_like(problem.queries, **new) if for_queries else None
-    to_documents = torch.empty_like(problem.documents, **new) if for_documents else None
-    strides = (0, gradient.stride(0)) if problem.set_size else gradient.stride()
-    key = ("gradients", for_queries, for_documents, strides, *_kind(problem))
-    ready = _ready.get(key)
-    constants, numbers = (None, ready[1]) if ready else _backward_plan(problem, winners, for_queries, for_documents)
-    programs = numbers[0] + numbers[1]
-    if programs:
-        tensors = (*problem[:8], _sets(problem), gradient, winners, to_queries, to_documents)
-        rest = (numbers[0], *numbers[2:], query_count(problem), document_count(problem), *strides, *_sizes(problem))
-        _start(gradients_kernel, key, numbers, programs, tensors, rest, constants)
+    key = ("gradients", for_queries, for_documents, gradient.stride(), gradient.dtype, *_kind(problem))
+    plan = _plans.get(key) or _remember(key, _backward_plan(problem, winners, gradient, for_queries, for_documents))
+    if plan.copies:
+        problem = _contiguous_rows(problem)
+    q, d = problem.queries, problem.documents
+    to_queries = q.new_empty(q.shape) if for_queries else None
+    to_documents = d.new_empty(d.shape) if for_documents else None
+    if plan.programs:
+        start(
+            gradients_kernel, plan, (*problem[:8], _sets(problem), gradient, winners, to_queries, to_documents)
+        )  # fmt: skip
     return to_queries, to_documents
 
 
-def _backward_plan(problem, winners, for_queries, for_documents):
-    """Constants of the backward kernel; programs for documents and queries; tiles of each."""
-    plan = _common(problem)
+def _backward_plan(problem, winners, gradient, for_queries, for_documents):
+    """Grid, numbers and constants of the backward kernel."""
+    copied = _contiguous_rows(problem)
     exact = problem.queries.dtype == torch.float32
-    plan.update(tuning.backward(problem.queries.device, problem.longest_document, exact), EXACT=exact)
-    plan.update(NONE=none_of(winners.dtype), SCALED=problem.queries.dtype == torch.float16)
-    chunks = -(-plan["SIZE"] // plan["BD"])
-    tiles_d = -(-problem.longest_document // plan["BT"])
-    tiles_q = -(-problem.longest_query // plan["BS"])
-    programs_d = document_count(problem) * tiles_d * chunks * for_documents
-    programs_q = query_count(problem) * tiles_q * chunks * for_queries
-    return plan, (programs_d, programs_q, max(tiles_d, 1), max(tiles_q, 1))
+    constants = _common(problem)
+    constants.update(tuning.backward(problem.queries.device, problem.longest_document, exact), EXACT=exact)
+    constants.update(NONE=none_of(winners.dtype), SCALED=problem.queries.dtype == torch.float16)
+    chunks = -(-constants["SIZE"] // constants["BD"])
+    tiles_d = -(-problem.longest_document // constants["BT"])
+    tiles_q = -(-problem.longest_query // constants["BS"])
+    queries, documents = query_count(problem), document_count(problem)
+    programs_d = documents * tiles_d * chunks * for_documents
+    strides = (0, gradient.stride(0)) if problem.set_size else gradient.stride()
+    return Plan(
+        programs=programs_d + queries * tiles_q * chunks * for_queries,
+        numbers=(programs_d, max(tiles_d, 1), max(tiles_q, 1), queries, documents, *strides, *_sizes(copied)),
+        constants=constants,
+        copies=copied is not problem,
+    )
+
+
+def _remember(key, plan):
+    if len(_plans) > 4096:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
 
 
 def _sets(problem):
@@ -130,35 +157,12 @@ def _sizes(problem):
 
 
 def _kind(problem):
-    """What decides the compiled kernel, its grid and its numbers; None for tensors, which only may be there or not."""
-    q, d = problem.queries, problem.documents
-    shapes = (q.shape, q.stride(), d.shape, d.stride(), q.dtype, q.device.index)
-    there = tuple([None if x is None else x.shape for x in problem[2:8]])
-    return (*shapes, *there, *problem[8:])
-
-
-def _start(kernel, key, plan, programs, tensors, numbers, constants):
-    """Launch the short way if this kind of call is known and its addresses are as they were; else the ordinary way."""
-    ready = _ready.get(key)
-    if ready is not None:
-        pointers = [None if x is None else x.data_ptr() for x in tensors]
-        if not _misaligned(pointers) and ready[0].device == torch.cuda.current_device():
-            ready[0](pointers)
-            return
-        constants = ready[2]
-    compiled = launch(kernel, (programs,), (*tensors, *numbers), constants)
-    if ready is None and can_be_ready(compiled) and not _misaligned([x.data_ptr() for x in tensors if x is not None]):
-        if len(_ready) > 2048:
-            _ready.clear()
-        device = tensors[0].device.index
-        _ready[key] = Ready(compiled, programs, device, numbers, constants, kernel.arg_names), plan, constants
-
-
-def _misaligned(pointers):
-    together = 0
-    for pointer in pointers:
-        together |= pointer or 0
-    return together & 15
+    """What decides a plan: everything but the addresses."""
+    q, d = problem[:2]
+    kind = (q.shape, q.stride(), d.shape, d.stride(), q.dtype, q.device.index, problem[8:])
+    if problem[2:8] == _ALONE:
+        return kind
+    return *kind, *[None if x is None else (x.shape, x.stride()) for x in problem[2:8]]
 
 
 def _contiguous_rows(problem):

@@ -24,6 +24,11 @@ def build(queries, documents, queries_mask, documents_mask, masked, pairs, floor
 
     Raises TypeError or ValueError naming the argument.
     """
+    plain = queries_mask is None and documents_mask is None and not pairs and floors is None
+    if plain and _is_plain(queries, documents) and masked in ("exclude", "zero"):
+        return Problem(
+            queries, documents, longest_query=queries.shape[1], longest_document=documents.shape[1], masked=masked
+        )
     if masked not in ("exclude", "zero"):
         raise ValueError(f'masked is {masked!r}; it may be "exclude" or "zero"')
     sets = is_sets(documents)
@@ -41,6 +46,19 @@ def build(queries, documents, queries_mask, documents_mask, masked, pairs, floor
     floors = _floors(floors, d.shape[0] if d_offsets is None else d_offsets.shape[0] - 1, d.device)
     return Problem(
         q, d, q_mask, d_mask, q_offsets, d_offsets, owners, floors, longest_query, longest_document, size, masked
+    )
+
+
+def _is_plain(queries, documents):
+    """Two padded tensors that need nothing done to them: the common case, recognised quickly."""
+    return (
+        type(queries) is type(documents) is torch.Tensor
+        and queries.dtype is documents.dtype
+        and queries.dtype in FLOATS
+        and queries.dim() == documents.dim() == 3
+        and queries.shape[2] == documents.shape[2]
+        and queries.device == documents.device
+        and not (queries.is_nested or documents.is_nested or torch.is_autocast_enabled(queries.device.type))
     )
 
 
