@@ -69,7 +69,7 @@ def processors(device: torch.device) -> int:
 
 
 def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts to cut the columns, and how many columns each takes.
+    """Into how many parts to cut the columns, and how many tiles each takes.
 
     A grid fills the card in waves; the last wave should be full. Each extra part costs a partial sum and a start.
     """
@@ -82,4 +82,4 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
         waves = -(-blocks * used // slots)
         cost = waves * (each + 1.5)  # tiles one after another, and what a program costs besides
         best = min(best, (cost, used, each))
-    return best[1], best[2] * shape.columns
+    return best[1], best[2]

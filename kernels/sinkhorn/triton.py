@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import blocks
-from .launch import Shape, launch_shape, splits_for
+from .launch import launch_shape, processors, splits_for
 from .operator import Cost, Operator, Weighted
 
 LOG2E = math.log2(math.e)
@@ -22,6 +22,8 @@ LN2 = math.log(2)
 PAD = 256  # rows of prepared arrays come in multiples of this, so that no load inside a loop needs a mask
 FMA_DIMENSIONS = 8
 CHUNK = 128  # coordinates held at once by the matrix units' path
+# The tile that a program keeps in registers, (rows, columns), and how many of them a multiprocessor holds.
+TILE, TILE_WARPS, TILE_REGISTERS, TILES_RESIDENT = (64, 128), 4, 128, 4
 LARGEST = 2.0**14  # a scaled coordinate, of 65504 that float16 can hold
 
 
@@ -67,6 +69,9 @@ class Fused(Operator):
         dimension = 0 if cost.x is None else cost.x.shape[-1]
         self.kind = 2 if cost.x is None else 1 if dimension <= FMA_DIMENSIONS else 0
         self.dimension = dimension if self.kind == 1 else self.rows_side.first.shape[-1] if self.kind == 0 else 1
+        chunk = min(CHUNK if self.dimension <= CHUNK else 64, self.dimension)
+        products = 1 if precision == "fast" else 3
+        self.constants = {"KIND": self.kind, "D": self.dimension, "CHUNK": chunk, "PRODUCTS": products}
         self._streamed: blocks.Blocks | None = None
 
     @property
@@ -93,6 +98,10 @@ class Fused(Operator):
         with torch.cuda.device(self.device) if self.device.type == "cuda" else _nowhere():
             run = _Run(self, a, b)
             run.start(torch.where(a > 0, f, 0.0))
+            if fits_registers(self):
+                run.resident(max_iterations, tolerance, check_every, norm)
+                return run.result(tolerance)
+            run.columns(0)
             for iteration in range(1, max_iterations + 1):
                 run.rows(first=iteration == 1)
                 run.columns(iteration)
@@ -122,6 +131,14 @@ class Fused(Operator):
         return self.streamed.weighted(s, t, alpha, gamma, u, v)
 
 
+def fits_registers(op: Fused) -> bool:
+    """Whether every tile of the batch can lie in some multiprocessor's registers at the same time."""
+    tiles = op.batch * math.prod(-(-count // size) for count, size in zip((op.rows, op.columns), TILE, strict=True))
+    if op.device.type != "cuda":
+        return tiles == op.batch  # the interpreter runs one program after another: they cannot meet
+    return tiles <= processors(op.device) * TILES_RESIDENT
+
+
 class _Run:
     """One loop's state on the card: base-2 potentials, biases, partial sums and flags."""
 
@@ -142,6 +159,7 @@ class _Run:
         self.column_launch = _launch(op.T, columns, rows)
         self.iterations = torch.zeros(batch, device=op.device, dtype=torch.int32)
         self.error = torch.empty(batch, device=op.device)
+        self.last: Tensor | None = None
 
     def set_column_bias(self, h: Tensor) -> None:
         """Fold the columns' own terms into a base-2 h."""
@@ -150,13 +168,12 @@ class _Run:
         inner.copy_(h if side.half_norm is None else h - side.half_norm[:, : side.count])
 
     def start(self, f: Tensor) -> None:
-        """The first column potentials, from the row potentials f."""
+        """Set out from the row potentials f."""
         side = self.op.rows_side
         u = f / self.op.unit
         if side.half_norm is not None:
             u = u - side.half_norm[:, : side.count]
         self.row_bias[:, : side.count] = torch.where(self.a > 0, u + self.log_a[:, : side.count], -math.inf)
-        self.column_launch(self.row_bias, self.v[1], self.log_b, self.v[1], self.column_bias, self.ratio, self.active, True)
 
     def rows(self, first: bool) -> None:
         """Update the row potentials."""
@@ -165,7 +182,27 @@ class _Run:
     def columns(self, iteration: int) -> None:
         """Update the column potentials into the other buffer, so that a problem that stops keeps those of its plan."""
         before, after = self.v[iteration % 2], self.v[(iteration + 1) % 2]
-        self.column_launch(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.active, False)
+        first = iteration == 0
+        self.column_launch(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.active, first)
+
+    def resident(self, max_iterations: int, tolerance: float, check_every: int, norm: str) -> None:
+        """Run the whole loop in one launch. The column potentials end in both buffers' place of the last iteration."""
+        from .triton_kernels import resident
+
+        op, rows, columns = self.op, self.op.rows_side, self.op.columns_side
+        tiles_q, tiles_k = (-(-side.count // size) for side, size in ((rows, TILE[0]), (columns, TILE[1])))
+        new = lambda *shape: torch.empty(shape, device=op.device)  # noqa: E731
+        parts = new(op.batch, tiles_k, 2, rows.padded), new(op.batch, tiles_q, 2, columns.padded), new(op.batch, tiles_k)
+        counters = torch.zeros(op.batch, device=op.device, dtype=torch.int32)
+        together = {"launch_cooperative_grid": True} if op.device.type == "cuda" else {}
+        resident[(op.batch * tiles_q * tiles_k,)](
+            rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b, self.u,
+            self.v[0], self.iterations, self.error, *parts, counters, op.slope, rows.count, columns.count, tiles_q, tiles_k,
+            max_iterations, check_every, tolerance, rows.padded, columns.padded, rows.stride_batch, columns.stride_batch,
+            rows.stride, columns.stride, SQUARED=norm == "l2", BLOCK_M=TILE[0], BLOCK_N=TILE[1], num_warps=TILE_WARPS,
+            num_stages=2, maxnreg=TILE_REGISTERS, **op.constants, **together,
+        )  # fmt: skip
+        self.last = self.v[0]
 
     def check(self, iteration: int, tolerance: float, norm: str) -> None:
         """Look at the marginal error on the card."""
@@ -191,7 +228,9 @@ class _Run:
 
     def result(self, tolerance: float) -> tuple[Tensor, ...]:
         """Potentials, iterations, error and whether it is below the tolerance."""
-        v = torch.where((self.iterations % 2 == 1)[:, None], self.v[1], self.v[0])
+        v = self.last
+        if v is None:
+            v = torch.where((self.iterations % 2 == 1)[:, None], self.v[1], self.v[0])
         g = self._potential(v, self.op.columns_side)
         return self.row_potential(), g, self.iterations.long(), self.error, self.error < tolerance
 
@@ -211,20 +250,18 @@ def _launch(op: Fused, rows: Side, columns: Side) -> Any:
 
     shape = launch_shape(op.kind, op.dimension, op.batch, rows.count, columns.count, op.device)
     blocks_of_rows = -(-rows.count // shape.rows)
-    splits, each = splits_for(shape, blocks_of_rows * op.batch, columns.padded, op.device)
+    splits, tiles_each = splits_for(shape, blocks_of_rows * op.batch, columns.padded, op.device)
     parts = torch.empty(op.batch * blocks_of_rows * splits * 2 * shape.rows, device=op.device)
     counters = torch.zeros(op.batch * blocks_of_rows, device=op.device, dtype=torch.int32)
     launcher = update[(blocks_of_rows * splits, op.batch)]
-    products = 1 if op.precision == "fast" else 3
-    chunk = min(CHUNK if op.dimension <= CHUNK else 64, op.dimension)
 
     def run(bias, u_in, log_weight, u_out, bias_out, ratio, active, first) -> None:  # type: ignore[no-untyped-def]
         launcher(
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio, parts,
-            counters, active, op.slope, rows.count, columns.count, rows.padded, columns.padded, each, rows.stride_batch,
+            counters, active, op.slope, rows.count, columns.count, splits, tiles_each, rows.padded, columns.padded, rows.stride_batch,
             columns.stride_batch, rows.stride, columns.stride,
-            KIND=op.kind, D=op.dimension, CHUNK=chunk, PRODUCTS=products, BLOCK_M=shape.rows, BLOCK_N=shape.columns,
-            SPLITS=splits, FIRST=first, num_warps=shape.warps, num_stages=shape.stages,
+            BLOCK_M=shape.rows, BLOCK_N=shape.columns, FIRST=first, num_warps=shape.warps, num_stages=shape.stages,
+            **op.constants,
         )  # fmt: skip
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,11 +11,42 @@ from torch import Tensor
 from . import solver
 from .problem import check_values
 
-OPTIONAL = Tensor | None
+
+def plain(tensors: Iterable[Any]) -> bool:
+    """Whether real tensors are computed on right now: no compiler, tracer, mode or functional transform looks on."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def _define(name: str, **kwargs: Any) -> Any:
-    return torch.library.custom_op(f"flashot::sinkhorn_{name}", mutates_args=(), **kwargs)
+class StreamedOp:
+    """One differentiable operation in two dresses.
+
+    On plain tensors it is an ``autograd.Function``, which costs microseconds and imports nothing. Under
+    ``torch.compile`` and other tracers it is the custom op ``flashot::sinkhorn_<name>``.
+    """
+
+    def __init__(self, compute: Callable[..., Any]):
+        name = compute.__name__
+        self.compute = compute
+        self.custom = torch.library.custom_op(f"flashot::sinkhorn_{name}", mutates_args=())(compute)
+        self.function: Any = type(name, (torch.autograd.Function,), {"forward": staticmethod(compute)})
+        self.__name__, self.__doc__ = name, compute.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args) if plain(args) else self.custom(*args)
+
+    def fake(self, shapes: Callable[..., Any]) -> None:
+        """Say what shapes come out."""
+        self.custom.register_fake(shapes)
+
+    def derivative(self, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
+        """Say how gradients flow back, and what is kept for that."""
+        self.custom.register_autograd(backward, setup_context=setup)
+        self.function.backward = staticmethod(backward)
+        self.function.setup_context = staticmethod(setup or (lambda ctx, inputs, output: None))
 
 
 def _cost_gradients(cost: tuple[Tensor, ...] | None, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -49,7 +81,7 @@ def _operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, precisi
 # ---------------------------------------------------------------------------------------------------------- softmin
 
 
-@_define("softmin")
+@StreamedOp
 def softmin(
     x: Tensor, y: Tensor | None, h: Tensor, epsilon: Tensor, metric: str, precision: str, backend: str
 ) -> Tensor:
@@ -57,12 +89,12 @@ def softmin(
     return _operator(x, y, epsilon, metric, precision, backend).softmin(h)
 
 
-@softmin.register_fake
+@softmin.fake
 def _(x, y, h, epsilon, metric, precision, backend):  # type: ignore[no-untyped-def]
     return h.new_empty(h.shape[0], x.shape[1])
 
 
-@_define("softmin_backward")
+@StreamedOp
 def softmin_backward(
     x: Tensor, y: Tensor | None, h: Tensor, epsilon: Tensor, out: Tensor, grad: Tensor, need_cost: bool, metric: str,
     precision: str, backend: str,
@@ -73,7 +105,7 @@ def softmin_backward(
     return *_cost_gradients(cost, x, y), torch.where(h == -torch.inf, 0.0, by_h), by_epsilon.to(epsilon.dtype)
 
 
-@softmin_backward.register_fake
+@softmin_backward.fake
 def _(x, y, h, epsilon, out, grad, need_cost, metric, precision, backend):  # type: ignore[no-untyped-def]
     return *_fake_cost(x, y, need_cost), torch.empty_like(h), torch.empty_like(epsilon)
 
@@ -90,13 +122,13 @@ def _softmin_grad(ctx: Any, grad: Tensor) -> Any:
     return _given(by_x, x), _given(by_y, y), by_h, by_epsilon, None, None, None
 
 
-softmin.register_autograd(_softmin_grad, setup_context=_softmin_setup)
-softmin_backward.register_autograd(_refuse_second)
+softmin.derivative(_softmin_grad, _softmin_setup)
+softmin_backward.derivative(_refuse_second)
 
 # ------------------------------------------------------------------------------------------------------------ solve
 
 
-@_define("solve")
+@StreamedOp
 def solve(
     x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, max_iterations: int,
     tolerance: float, check_every: int, norm: str, metric: str, precision: str, backend: str,
@@ -108,7 +140,7 @@ def solve(
     return tuple(solver.iterate(operator, a, b, f, control))  # type: ignore[return-value]
 
 
-@solve.register_fake
+@solve.fake
 def _(x, y, a, b, epsilon, f, *how):  # type: ignore[no-untyped-def]
     batch = a.shape[0]
     return (
@@ -117,7 +149,7 @@ def _(x, y, a, b, epsilon, f, *how):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@_define("solve_backward")
+@StreamedOp
 def solve_backward(
     x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, iterations: Tensor, grad_f: Tensor,
     grad_g: Tensor, need_cost: bool, need_epsilon: bool, metric: str, precision: str, backend: str,
@@ -129,7 +161,7 @@ def solve_backward(
     return *_cost_gradients(found.cost, x, y), found.a, found.b, by_epsilon, found.f
 
 
-@solve_backward.register_fake
+@solve_backward.fake
 def _(x, y, a, b, epsilon, f, iterations, grad_f, grad_g, need_cost, *how):  # type: ignore[no-untyped-def]
     return (
         *_fake_cost(x, y, need_cost), torch.empty_like(a), torch.empty_like(b), torch.empty_like(epsilon),
@@ -153,13 +185,13 @@ def _solve_grad(ctx: Any, grad_f: Tensor, grad_g: Tensor, *_: Any) -> Any:
     return _given(by_x, x), _given(by_y, y), by_a, by_b, by_epsilon, by_f, *[None] * 7
 
 
-solve.register_autograd(_solve_grad, setup_context=_solve_setup)
-solve_backward.register_autograd(_refuse_second)
+solve.derivative(_solve_grad, _solve_setup)
+solve_backward.derivative(_refuse_second)
 
 # ------------------------------------------------------------------------------------------ products with the plan
 
 
-@_define("apply")
+@StreamedOp
 def apply(
     x: Tensor, y: Tensor | None, s: Tensor, t: Tensor, epsilon: Tensor, values: Tensor, metric: str, precision: str,
     backend: str,
@@ -168,12 +200,12 @@ def apply(
     return _operator(x, y, epsilon, metric, precision, backend).apply(s, t, values)
 
 
-@apply.register_fake
+@apply.fake
 def _(x, y, s, t, epsilon, values, *how):  # type: ignore[no-untyped-def]
     return s.new_empty(*s.shape, values.shape[-1])
 
 
-@_define("apply_backward")
+@StreamedOp
 def apply_backward(
     x: Tensor, y: Tensor | None, s: Tensor, t: Tensor, epsilon: Tensor, values: Tensor, out: Tensor, grad: Tensor,
     need_cost: bool, need_epsilon: bool, metric: str, precision: str, backend: str,
@@ -202,7 +234,7 @@ def _epsilon_of_product(operator: Any, s: Tensor, t: Tensor, values: Tensor, gra
     return total / operator.epsilon**2
 
 
-@apply_backward.register_fake
+@apply_backward.fake
 def _(x, y, s, t, epsilon, values, out, grad, need_cost, *how):  # type: ignore[no-untyped-def]
     return (
         *_fake_cost(x, y, need_cost), torch.empty_like(s), torch.empty_like(t), torch.empty_like(epsilon),
@@ -225,13 +257,13 @@ def _apply_grad(ctx: Any, grad: Tensor) -> Any:
     return _given(by_x, x), _given(by_y, y), *others, None, None, None
 
 
-apply.register_autograd(_apply_grad, setup_context=_apply_setup)
-apply_backward.register_autograd(_refuse_second)
+apply.derivative(_apply_grad, _apply_setup)
+apply_backward.derivative(_refuse_second)
 
 # ------------------------------------------------------------------------------------------------------ linear cost
 
 
-@_define("linear_cost")
+@StreamedOp
 def linear_cost(
     x: Tensor, y: Tensor | None, s: Tensor, t: Tensor, epsilon: Tensor, metric: str, precision: str, backend: str
 ) -> Tensor:
@@ -240,12 +272,12 @@ def linear_cost(
     return moments.sum(-1, dtype=torch.float64).to(moments.dtype)
 
 
-@linear_cost.register_fake
+@linear_cost.fake
 def _(x, y, s, t, epsilon, metric, precision, backend):  # type: ignore[no-untyped-def]
     return s.new_empty(s.shape[0])
 
 
-@_define("linear_cost_backward")
+@StreamedOp
 def linear_cost_backward(
     x: Tensor, y: Tensor | None, s: Tensor, t: Tensor, epsilon: Tensor, grad: Tensor, need_cost: bool,
     need_epsilon: bool, metric: str, precision: str, backend: str,
@@ -267,7 +299,7 @@ def linear_cost_backward(
     return *_cost_gradients(cost, x, y), by_s * grad[:, None], by_t * grad[:, None], by_epsilon
 
 
-@linear_cost_backward.register_fake
+@linear_cost_backward.fake
 def _(x, y, s, t, epsilon, grad, need_cost, *how):  # type: ignore[no-untyped-def]
     return *_fake_cost(x, y, need_cost), torch.empty_like(s), torch.empty_like(t), torch.empty_like(epsilon)
 
@@ -285,5 +317,5 @@ def _linear_cost_grad(ctx: Any, grad: Tensor) -> Any:
     return _given(by_x, x), _given(by_y, y), *others, None, None, None
 
 
-linear_cost.register_autograd(_linear_cost_grad, setup_context=_linear_cost_setup)
-linear_cost_backward.register_autograd(_refuse_second)
+linear_cost.derivative(_linear_cost_grad, _linear_cost_setup)
+linear_cost_backward.derivative(_refuse_second)
