@@ -1,0 +1,295 @@
+"""PyLate: its ColBERT scores, its reranker and the scoring of its Stanford index on this package's MaxSim.
+
+``backend="flashot"`` (or ``PYLATE_SCORES_BACKEND=flashot``) asks for it; where PyLate is listed in the setting
+``substitute``, "auto" means it too. Scores are those of PyLate's torch path: a similarity is multiplied by the document
+mask, so a masked token scores 0 and wins where all others are negative. ``"flashot:exclude"`` is the other reading, in
+which a masked token cannot win. Scores come back in float32 (float64 for float64 embeddings), whatever the embeddings.
+
+Where there is no argument to ask with (``rank.rerank``, the index), the environment variable or ``substitute`` decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from flashot_backends.dispatch import NotApplicable
+
+VERSIONS = ">=1.3,<1.7"
+MODULES = (
+    "pylate.scores.colbert",
+    "pylate.scores.scores",  # where PyLate 1.4 and older define them
+    "pylate.rank.rank",
+    "pylate.indexes.stanford_nlp.modeling.colbert",
+)
+VARIABLE = "PYLATE_SCORES_BACKEND"
+MASKED = {"flashot": "zero", "flashot:exclude": "exclude"}
+SCORED = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
+GROUP_BYTES = 1 << 30  # documents that one launch of the reranker holds
+
+_log = logging.getLogger("flashot_backends")
+
+
+def adapt(module: Any, host: Any) -> None:
+    """Wrap what the given leaf module of PyLate defines."""
+    wrappers = _WRAPPERS[module.__name__]
+    for name, (replacement, parameters) in wrappers.items():
+        if name.endswith("ColBERTScores.__call__") and not hasattr(module, "ColBERTScores"):
+            continue
+        original = getattr(module, name, None)
+        host.wrap(module, name, functools.partial(_routed, replacement, host), parameters)
+        _rebind_defaults(original, getattr(module, name, None))
+
+
+def _rebind_defaults(original: Any, wrapper: Any) -> None:
+    """Losses bind a score function as a default argument; give those that are loaded the wrapper."""
+    if original is None or wrapper is original:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pylate.losses."):
+            for item in list(vars(module).values()):
+                defaults = getattr(getattr(item, "__init__", None), "__defaults__", None)
+                if isinstance(item, type) and defaults and any(value is original for value in defaults):
+                    item.__init__.__defaults__ = tuple(wrapper if value is original else value for value in defaults)
+
+
+# Which calls are ours
+
+
+class _Choice(NamedTuple):
+    masked: str
+    named: bool  # asked for by name: what does not apply is an error, not a reason to go on
+
+
+def _choice(backend: str | None, host: Any) -> _Choice | None:
+    """Read the backend as PyLate does; None: not ours."""
+    name = (os.environ.get(VARIABLE, "auto") if backend is None else backend).lower()
+    if name in MASKED:
+        return _Choice(MASKED[name], True)
+    return _Choice("zero", False) if name == "auto" and host.substituted else None
+
+
+def _routed(replacement: Callable[..., Any], host: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    takes_backend = "backend" in signature.parameters
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        backend = None
+        if not takes_backend and "backend" in kwargs:  # PyLate 1.4 and older know no backends
+            backend = kwargs.pop("backend")
+            _check_name(backend)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        backend = arguments.pop("backend", backend)
+        choice = _choice(backend, host)
+        if choice is None:
+            return original(*args, **kwargs)
+        arguments.pop("self", None)
+        try:
+            return replacement(choice.masked, **arguments)
+        except NotApplicable as reason:
+            if choice.named:
+                raise ValueError(f"backend='flashot' was asked for and does not apply: {reason}") from None
+            _log.info("pylate: %s stays with PyLate: %s", original.__qualname__, reason)
+            return original(*args, **kwargs)
+
+    return routed
+
+
+def _check_name(backend: Any) -> None:
+    if backend is not None and str(backend).lower() not in (*MASKED, "auto", "torch"):
+        raise ValueError(f"backend must be one of 'auto', 'torch', 'flashot', 'flashot:exclude'; got {backend!r}")
+
+
+# What they compute
+
+
+def _scores(masked, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents")
+    _check(q, d)
+    return _maxsim()(q, d, _mask(queries_mask), _mask(documents_mask), masked)
+
+
+def _pairwise(masked, queries_embeddings, documents_embeddings):
+    count = min(len(queries_embeddings), len(documents_embeddings))
+    q = _tokens(queries_embeddings[:count], "queries", alone=True)
+    d = _tokens(documents_embeddings[:count], "documents", alone=True)
+    _check(q, d)
+    return _maxsim()(q, d, masked=masked, pairs=True)
+
+
+def _candidates(masked, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
+    _check(q, d)
+    return _maxsim()(q, d, _mask(queries_mask), _mask(documents_mask), masked)
+
+
+def _groups(masked, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    """All groups of ``ColBERTScores`` at once: documents (D, N, tokens, d) in the order of its columns."""
+    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
+    _check(q, d)
+    mask = _mask(documents_mask)
+    return _maxsim()(q, d.flatten(0, 1), _mask(queries_mask), None if mask is None else mask.flatten(0, 1), masked)
+
+
+def _rerank(masked, documents_ids, queries_embeddings, documents_embeddings, device=None):
+    """``rank.rerank`` for all queries together, without padding to the longest candidate."""
+    queries = _items(queries_embeddings, 2)
+    candidates = [_items(documents, 3) for documents in _sets_of(documents_embeddings)]
+    queries = [q.to(device) for q in queries] if device is not None else queries
+    calls = list(zip(queries, documents_ids, candidates))  # noqa: B905  (the host stops at the shortest too)
+    results = []
+    for group in _launches(calls):
+        for scores, (_, ids, _) in zip(_score_group(masked, group), group, strict=True):
+            results.append(_ranked(scores, ids))
+    return results
+
+
+def _score_group(masked, group):
+    device = group[0][0].device
+    sets = [[document.to(device, non_blocking=True) for document in documents] for _, _, documents in group]
+    queries = [query for query, _, _ in group]
+    _check(queries, [document for documents in sets for document in documents])
+    floors = None
+    if masked == "zero":
+        floors = [len(x) < max(map(len, documents)) for documents in sets for x in documents]
+    return _maxsim()(queries, sets, floors=floors)
+
+
+def _launches(calls: list[Any]) -> Iterator[list[Any]]:
+    """Queries with their candidates in groups of about ``GROUP_BYTES``, each on one device."""
+    group: list[Any] = []
+    size = 0
+    for call in calls:
+        own = sum(document.nbytes for document in call[2])
+        if group and (size + own > GROUP_BYTES or call[0].device != group[0][0].device):
+            yield group
+            group, size = [], 0
+        group.append(call)
+        size += own
+    if group:
+        yield group
+
+
+def _ranked(scores, ids):
+    import torch
+
+    values, places = torch.sort(scores, descending=True, stable=True)
+    return [{"id": ids[i], "score": score} for i, score in zip(places.tolist(), values.tolist(), strict=True)]
+
+
+def _packed(masked, Q, D_packed, D_lengths, config=None):
+    """The Stanford index's exact scores: one query, documents one after the other."""
+    import torch
+
+    _check(Q, D_packed)
+    offsets = torch.nn.functional.pad(D_lengths.to(D_packed.device, torch.int64).cumsum(0), (1, 0))
+    documents = torch.nested.nested_tensor_from_jagged(D_packed, offsets)
+    return _unreached(_maxsim()(Q.to(D_packed.device, D_packed.dtype), documents)[0], Q.shape[1])
+
+
+def _padded(masked, Q, D_padded, D_mask, config=None):
+    """The same for padded documents: one query for all of them, or one for each."""
+    _check(Q, D_padded)
+    mask = D_mask.view(D_padded.shape[:2]).bool()
+    Q = Q.to(D_padded.device, D_padded.dtype)
+    scores = _maxsim()(Q, D_padded, documents_mask=mask, pairs=len(Q) > 1)
+    return _unreached(scores if len(Q) > 1 else scores[0], Q.shape[1])
+
+
+def _unreached(scores, length):
+    """The host gives a document without tokens -9999 for every query token."""
+    return scores.masked_fill(scores == -float("inf"), -9999.0 * length)
+
+
+# Reading PyLate's arguments
+
+
+def _maxsim():
+    from flashot_backends.ops.maxsim import maxsim
+
+    return maxsim
+
+
+def _tensor(value: Any) -> Any:
+    import numpy
+    import torch
+
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value)
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+
+
+def _tokens(value: Any, name: str, dimensions: int = 3, alone: bool = False) -> Any:
+    """A tensor of the given number of dimensions, or a list of ragged (tokens, d) tensors."""
+    import numpy
+    import torch
+
+    if isinstance(value, (list, tuple)):
+        if not alone and any(isinstance(item, numpy.ndarray) for item in value):
+            value = [numpy.asarray(item, dtype=numpy.float32) for item in value]  # as the host joins arrays
+        value = [_tensor(item) for item in value]
+        if not value or any(item.shape != value[0].shape for item in value):
+            return value
+        value = torch.stack(value)
+    value = _tensor(value)
+    if value.dim() != dimensions:
+        raise NotApplicable(f"{name}_embeddings has {value.dim()} dimensions, not {dimensions}")
+    return value
+
+
+def _items(value: Any, single: int) -> list[Any]:
+    """One tensor for each item; a lone item counts as a list of one, as in the host's ``reshape_embeddings``."""
+    if getattr(value, "ndim", 0) == single:
+        value = value[None] if single == 2 else value
+    return [_tensor(item) for item in value]
+
+
+def _sets_of(documents: Any) -> Iterable[Any]:
+    return documents[None] if getattr(documents, "ndim", 0) == 2 else documents
+
+
+def _mask(mask: Any) -> Any:
+    """A boolean mask; other numbers than 0 and 1 are weights, which only the host's own path has."""
+    import torch
+
+    if mask is None:
+        return None
+    mask = _tensor(mask)
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise NotApplicable("a mask holds other numbers than 0 and 1")
+    return mask.bool()
+
+
+def _check(queries: Any, documents: Any) -> None:
+    import torch
+
+    for value in (queries, documents):
+        for item in value if isinstance(value, list) else [value]:
+            if item.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+                raise NotApplicable(f"embeddings of {item.dtype} are not scored")
+
+
+_SCORES = {
+    "colbert_scores": (_scores, SCORED),
+    "colbert_scores_pairwise": (_pairwise, SCORED[:2]),
+    "colbert_kd_scores": (_candidates, SCORED),
+    "ColBERTScores.__call__": (_groups, ("self", *SCORED)),
+}
+_WRAPPERS = {
+    "pylate.scores.colbert": _SCORES,
+    "pylate.scores.scores": _SCORES,
+    "pylate.rank.rank": {
+        "rerank": (_rerank, ("documents_ids", "queries_embeddings", "documents_embeddings", "device"))
+    },
+    "pylate.indexes.stanford_nlp.modeling.colbert": {
+        "colbert_score_packed": (_packed, ("Q", "D_packed", "D_lengths", "config")),
+        "colbert_score": (_padded, ("Q", "D_padded", "D_mask", "config")),
+    },
+}
