@@ -30,7 +30,7 @@ MODULES = (
 VARIABLE = "PYLATE_SCORES_BACKEND"
 MASKED = {"flashot": "zero", "flashot:exclude": "exclude"}
 SCORED = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
-GROUP_BYTES = 1 << 30  # documents that one launch of the reranker holds
+GROUP_BYTES = {"cpu": 1 << 24, "other": 1 << 30}  # documents that one launch of the reranker holds
 
 _log = logging.getLogger("flashot_backends")
 
@@ -158,17 +158,19 @@ def _score_group(masked, group):
     _check(queries, [document for documents in sets for document in documents])
     floors = None
     if masked == "zero":
-        floors = [len(x) < max(map(len, documents)) for documents in sets for x in documents]
+        lengths = [[len(document) for document in documents] for documents in sets]
+        floors = [length < longest for row in lengths for longest in [max(row, default=0)] for length in row]
     return _maxsim()(queries, sets, floors=floors)
 
 
 def _launches(calls: list[Any]) -> Iterator[list[Any]]:
     """Queries with their candidates in groups of about ``GROUP_BYTES``, each on one device."""
+    room = GROUP_BYTES.get(calls[0][0].device.type, GROUP_BYTES["other"]) if calls else 0
     group: list[Any] = []
     size = 0
     for call in calls:
         own = sum(document.nbytes for document in call[2])
-        if group and (size + own > GROUP_BYTES or call[0].device != group[0][0].device):
+        if group and (size + own > room or call[0].device != group[0][0].device):
             yield group
             group, size = [], 0
         group.append(call)

@@ -67,7 +67,8 @@ def _document_blocks(problem, rows):
     lengths = _lengths(problem, "documents")
     packed = problem.documents_offsets is not None
     order = sorted(range(len(lengths)), key=lengths.__getitem__) if packed else range(len(lengths))
-    start, budget = 0, max(_budget(problem) // max(rows, 1), 1)
+    # Packed documents are copied into a padded block, which is to fit as well.
+    start, budget = 0, max(_budget(problem) // max(rows, problem.documents.shape[-1] if packed else 1, 1), 1)
     while start < len(order):
         stop, longest = start, 0
         while stop < len(order):
@@ -82,6 +83,9 @@ def _document_blocks(problem, rows):
 def forward(problem, record):
     """Scores, and the winning positions if asked for; see ``layout``."""
     with _wide(problem), torch.no_grad():
+        packed = problem.documents_offsets is not None and problem.documents_mask is None
+        if packed and not record and problem.queries.device.type == "cpu":
+            return _run_by_run(problem), None
         return _owned(problem, record) if problem.set_size else _crossed(problem, record)
 
 
@@ -128,6 +132,49 @@ def _owned(problem, record):
         if record:
             winners[items] = _unless(places, q_keep, winners.dtype)
     return scores, winners
+
+
+def _run_by_run(problem):
+    """Scores of packed documents without a copy: one product for a run of them, then each one's part of it."""
+    scores, _ = _empty(problem, False)
+    kind, lengths = score_dtype(problem), _lengths(problem, "documents")
+    for (q, keep), at, low, high in _meetings(problem):
+        rows = q.flatten(0, 1)
+        for first, last in _runs(lengths[low:high], max(_budget(problem) // max(len(rows), q.shape[-1]), 1)):
+            run = slice(low + first, low + last)
+            ends = problem.documents_offsets[[run.start, run.stop]].tolist()
+            parts = (problem.documents[slice(*ends)].to(kind) @ rows.T).split(lengths[run])
+            best = torch.stack([x.amax(0) if len(x) else x.new_full(x.shape[1:], -torch.inf) for x in parts])
+            if problem.floors is not None:
+                best = torch.where(problem.floors[run, None], best.clamp(min=0), best)
+            total = _total(best.view(-1, *q.shape[:2]), keep).T
+            scores[(run,) if problem.set_size else (at, run)] = total[0] if problem.set_size else total
+    return scores
+
+
+def _meetings(problem):
+    """Blocks of queries, ``(tokens, which count)`` and their place, with the range of documents that they meet."""
+    if not problem.set_size:
+        for first, block in _query_blocks(problem):
+            yield block, slice(first, first + len(block[0])), 0, document_count(problem)
+        return
+    owners, counts = owners_of(problem).unique_consecutive(return_counts=True)
+    low = 0
+    for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
+        yield _padded(problem, "queries", slice(owner, owner + 1), problem.longest_query), None, low, low + count
+        low += count
+
+
+def _runs(lengths, room):
+    """Ranges of items with about ``room`` tokens together."""
+    first, held = 0, 0
+    for i, length in enumerate(lengths):
+        if i > first and held + length > room:
+            yield first, i
+            first, held = i, 0
+        held += length
+    if lengths:
+        yield first, len(lengths)
 
 
 def _total(best, keep):

@@ -160,7 +160,7 @@ def test_rerank_in_groups_of_bounded_size(calls, monkeypatch):
     queries = [tokens(4, 8, seed=n).detach() for n in range(3)]
     documents = [[tokens(n, 8, seed=n).detach() for n in (3, 9)] for _ in range(3)]
     whole = pylate.rank.rerank([[1, 2]] * 3, queries, documents)
-    monkeypatch.setattr(adapter, "GROUP_BYTES", 500)
+    monkeypatch.setitem(adapter.GROUP_BYTES, "cpu", 500)
     with use(substitute=["pylate"]):
         parts = pylate.rank.rerank([[1, 2]] * 3, queries, documents)
     assert len(calls) == 3
