@@ -224,6 +224,7 @@ class _Problem:
 
 
 def _read(call: _Call) -> _Problem:
+    _check_control(call)
     M = call.M.X if _is_lazy(call.M) else call.M
     a, b = ([] if weights is None else weights for weights in (call.a, call.b))
     _check_kinds(M=M, a=a, b=b)
@@ -236,6 +237,14 @@ def _read(call: _Call) -> _Problem:
     with _words_of_the_host():
         cost = _cost(call.M if _is_lazy(call.M) else M, enter)
     return _Problem(a, b, shape, _regularisation(call.reg), cost, M.dtype, nx, enter, leave)
+
+
+def _check_control(call: _Call) -> None:
+    """Refuse before the first iteration what the operation would refuse in the middle of a watched run."""
+    if not hasattr(call.numItermax, "__index__") or call.numItermax < 1:
+        raise ValueError(f"numItermax is {call.numItermax!r}; accepted is a whole number from 1")
+    if not call.stopThr < math.inf:
+        raise ValueError(f"stopThr is {call.stopThr!r}; accepted is a finite number")
 
 
 def _check_kinds(**arrays: Any) -> None:
@@ -354,6 +363,9 @@ def _unwatched(call: _Call, problem: _Problem) -> _Run:
     """Let the operation run to its end; every histogram stops by itself."""
     solution = _solve(call, problem, _start(call, problem), call.numItermax, call.stopThr)
     iterations, converged = problem.leave(solution.iterations), problem.leave(solution.converged)
+    if call.verbose:  # one line for each histogram: where it stopped
+        for done, error in zip(iterations, problem.leave(solution.error), strict=True):
+            _print(int(done) - 1, error, call.check_every)
     return _Run(solution, int(iterations.max()), bool(converged.all()))
 
 
@@ -378,7 +390,7 @@ def _watched(call: _Call, problem: _Problem) -> _Run:
 
 def _schedule(call: _Call) -> Iterator[int]:
     """Yield the iterations up to each look: 1, then ``check_every`` a time, and a rest that ends unlooked at."""
-    yield min(1, call.numItermax)  # none at all is for the operation to refuse
+    yield 1
     left = call.numItermax - 1
     while left > 0:
         yield min(left, call.check_every)
@@ -400,7 +412,7 @@ def _solve(call: _Call, problem: _Problem, f: Any, iterations: int, tolerance: f
         problem.cost,
         **problem.weights,
         epsilon=problem.reg,
-        max_iterations=iterations,
+        max_iterations=int(iterations),
         tolerance=0.0 if tolerance < 0 else float(tolerance),
         check_every=call.check_every,
         acceleration=None,
@@ -514,9 +526,8 @@ def _is_lazy(M: Any) -> bool:
 
 def _cost_block(i: Any, j: Any, X: Any, Y: Any, metric: str) -> Any:
     """Rows i and columns j of the cost, around a common centre so that far-off points keep their digits."""
-    X, Y = X[_rows(i)], Y[_rows(j)]
     centre = X[:1]
-    return _utils().dist(X - centre, Y - centre, metric=metric)
+    return _utils().dist(X[_rows(i)] - centre, Y[_rows(j)] - centre, metric=metric)
 
 
 def _plan_block(i: Any, j: Any, M: Any, log_u: Any, log_v: Any, reg: Any) -> Any:

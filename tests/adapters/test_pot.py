@@ -156,8 +156,16 @@ def test_verbose_prints_the_hosts_table(pot, problem):
         assert ours.split("|")[0] == hosts.split("|")[0]
 
 
+def test_verbose_tells_where_every_histogram_stopped(pot, problem, capsys):
+    B = np.stack([problem.b, problem.b[::-1]], 1)
+    pot.sinkhorn(problem.a, B, problem.M, problem.reg, method="flash", verbose=True)
+    counts = [int(line.split("|")[0]) for line in capsys.readouterr().out.splitlines() if line[:5].strip().isdigit()]
+    solo = [pot.bregman.sinkhorn_log(problem.a, b, problem.M, problem.reg, log=True)[1]["niter"] for b in B.T]
+    assert counts == solo
+
+
 def test_every_argument_by_position(pot, problem):
-    arguments = (problem.a, problem.b, problem.M, problem.reg, "flash", 50, 1e-3, False, True, False, None)
+    arguments = (problem.a, problem.b, problem.M, problem.reg, "flash", np.int64(50), 1e-3, False, True, False, None)
     plan, log = pot.sinkhorn(*arguments)
     assert log["err"][-1] < 1e-3 <= log["err"][-2]
     np.testing.assert_allclose(plan.sum(1), problem.a, rtol=1e-9)

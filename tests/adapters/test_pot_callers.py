@@ -134,7 +134,7 @@ def test_coot_substituted(pot, clouds, method):
 def test_lowrank_start_substituted(pot, clouds):
     """The start only: what follows in the host amplifies the last digit of its start to a different plan."""
     pytest.importorskip("sklearn")
-    from ot import lowrank
+    lowrank = pytest.importorskip("ot.lowrank")
 
     a, b = pot.unif(19), pot.unif(24)
     substituted(lambda: lowrank._init_lr_sinkhorn(*clouds[:2], a, b, 3, "kmeans", 0.1, 0)[0])

@@ -14,7 +14,8 @@ SCRIPTS = ROOT / "tests" / "hosts"
 def run(*arguments, **environment):
     """Standard output of python with these arguments, started from the checkout."""
     pytest.importorskip("ot")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], env=env, cwd=ROOT, capture_output=True, text=True, check=False
     )
