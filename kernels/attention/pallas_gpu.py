@@ -1,7 +1,7 @@
-"""Pallas for CUDA through Triton: a tile of rows stays on chip and the column tiles in its band's reach stream past.
+"""Pallas for CUDA through Triton: rows stay on chip and the column tiles in reach of their band stream past.
 
-Columns are reduced by the same kernels on the transposed pairs, because blocks cannot share a running column sum; a full
-step is therefore two passes. Scores are made by one function, `_score_tile`, in base 2: S · log2 e.
+Columns are reduced by the same kernels on the transposed pairs, because blocks cannot share a running column sum, so a
+full step is two passes. Scores are made by one function, `_score_tile`, in base 2: S · log2 e.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _cotangent(shape: _Shape, rows, columns, tile):
     return total
 
 
-# --- launching ---------------------------------------------------------------------------------------------------------
+# --- launching -------------------------------------------------------------------------------------------------------
 
 
 def _run(kernel, pairs: Pairs, rows: dict, columns: dict, width: int = 0) -> jax.Array:
