@@ -24,6 +24,7 @@ VERSIONS = ">=1.3,<1.7"
 MODULES = (
     "pylate.scores.colbert",
     "pylate.scores.scores",  # where PyLate 1.4 and older define them
+    "pylate.scores.xtr",
     "pylate.rank.rank",
     "pylate.indexes.stanford_nlp.modeling.colbert",
 )
@@ -39,8 +40,8 @@ def adapt(module: Any, host: Any) -> None:
     """Wrap what the given leaf module of PyLate defines."""
     wrappers = _WRAPPERS[module.__name__]
     for name, (replacement, parameters) in wrappers.items():
-        if name.endswith("ColBERTScores.__call__") and not hasattr(module, "ColBERTScores"):
-            continue
+        if name.startswith("ColBERTScores.") and not hasattr(module, "ColBERTScores"):
+            continue  # PyLate 1.4 and older
         original = getattr(module, name, None)
         host.wrap(module, name, functools.partial(_routed, replacement, host), parameters)
         _rebind_defaults(original, getattr(module, name, None))
@@ -90,7 +91,6 @@ def _routed(replacement: Callable[..., Any], host: Any, original: Callable[..., 
         choice = _choice(backend, host)
         if choice is None:
             return original(*args, **kwargs)
-        arguments.pop("self", None)
         try:
             return replacement(choice.masked, **arguments)
         except NotApplicable as reason:
@@ -130,12 +130,25 @@ def _candidates(masked, queries_embeddings, documents_embeddings, queries_mask=N
     return _maxsim()(q, d, _mask(queries_mask), _mask(documents_mask), masked)
 
 
-def _groups(masked, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+def _groups(masked, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
     """All groups of ``ColBERTScores`` at once: documents (D, N, tokens, d) in the order of its columns."""
     q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
     _check(q, d)
     mask = _mask(documents_mask)
     return _maxsim()(q, d.flatten(0, 1), _mask(queries_mask), None if mask is None else mask.flatten(0, 1), masked)
+
+
+def _xtr(masked, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    """``XTRScores``: documents (Q, N, tokens, d); ``XTRKDScores`` comes by here too."""
+    from flashot_backends.ops.maxsim import xtr
+
+    if "_score" in vars(self):
+        raise NotApplicable("its scoring was compiled by the caller")
+    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
+    _check(q, d)
+    mask = _mask(documents_mask)
+    mask = None if mask is None else mask.flatten(0, 1)
+    return xtr(q, d.flatten(0, 1), self.k, _mask(queries_mask), mask).float()
 
 
 def _rerank(masked, documents_ids, queries_embeddings, documents_embeddings, device=None):
@@ -287,6 +300,7 @@ _SCORES = {
 _WRAPPERS = {
     "pylate.scores.colbert": _SCORES,
     "pylate.scores.scores": _SCORES,
+    "pylate.scores.xtr": {"XTRScores.__call__": (_xtr, ("self", *SCORED))},
     "pylate.rank.rank": {
         "rerank": (_rerank, ("documents_ids", "queries_embeddings", "documents_embeddings", "device"))
     },

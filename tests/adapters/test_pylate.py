@@ -88,6 +88,19 @@ def test_groups_in_one_launch(calls):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("kind", ["XTRScores", "XTRKDScores"])
+def test_xtr_scores(kind):
+    q, d = tokens(3, 5, 8), tokens(3, 2, 7, 8, seed=1)
+    masks = {"queries_mask": mask(3, 5), "documents_mask": mask(3, 2, 7, share=0.9)}
+    score = getattr(pylate.scores, kind)(k=6)
+    results = []
+    for substitute in ([], ["pylate"]):
+        with use(substitute=substitute):
+            scores = score(q, d, **masks)
+        results.append((scores, *torch.autograd.grad(scores.square().sum(), (q, d))))
+    torch.testing.assert_close(*results)
+
+
 def test_numpy_and_lists():
     q, d = np.random.default_rng(0).normal(size=(2, 3, 4)), np.random.default_rng(1).normal(size=(3, 5, 4))
     theirs = pylate.scores.colbert_scores(q, d, backend="torch")

@@ -112,3 +112,23 @@ def _starts(problem, side):
         return offsets
     tokens = getattr(problem, side)
     return torch.arange(tokens.shape[0], device=tokens.device) * tokens.shape[1]
+
+
+def fixed(total, problem, winners, backend=None):
+    """``total``, the sum of inner products at given winners, as a differentiable function of the tokens."""
+    return _Fixed.apply(problem.queries, problem.documents, total, winners, problem, backend)
+
+
+class _Fixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, documents, total, winners, problem, backend):
+        ctx.kernel = kernel_for(problem, backend)
+        ctx.save_for_backward(queries, documents, winners)
+        ctx.problem = bare(problem)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        queries, documents, winners = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:2]
+        return *_Gradients.apply(gradient, queries, documents, winners, ctx.problem, ctx.kernel, *wanted), *[None] * 4
