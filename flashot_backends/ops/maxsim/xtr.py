@@ -1,7 +1,7 @@
 """XTR scores: MaxSim over the document tokens that a query token would retrieve from all documents together.
 
-Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", 2023, equations 3 and 4. Similarities are
-computed for a block of documents at a time; what stays is the k best of each query token.
+Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", 2023: its training objective.
+Similarities are computed for a block of documents at a time; what stays is the k best of each query token.
 """
 
 import torch
