@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashot_backends.ops.maxsim import xtr as module  # noqa: E402
-from flashot_backends.ops.maxsim.xtr import xtr  # noqa: E402
+from flashot_backends.ops.maxsim import retrieval, xtr  # noqa: E402
 
 from .maxsim_cases import mask, tokens  # noqa: E402
 
@@ -25,7 +24,7 @@ def dense(queries, documents, k, queries_mask=None, documents_mask=None):
 
 @pytest.fixture(autouse=True, params=[1 << 20, 64], ids=["one block", "many blocks"])
 def block(request, monkeypatch):
-    monkeypatch.setitem(module.BLOCK, "cpu", request.param)
+    monkeypatch.setitem(retrieval.BLOCK, "cpu", request.param)
 
 
 @pytest.mark.parametrize("k", [1, 5, 17, 30])

@@ -16,13 +16,18 @@ def kernel_for(problem, backend=None):
 
 def score(problem, backend=None):
     """Scores of a problem, through the cheapest route that the context allows."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if transformed():
         from . import operators
 
         return operators.score(problem, backend)
     if torch.is_grad_enabled() and (problem.queries.requires_grad or problem.documents.requires_grad):
         return _Score.apply(problem.queries, problem.documents, problem, backend)
     return kernel_for(problem, backend).forward(problem, False)[0]
+
+
+def transformed():
+    """Whether torch.compile is tracing or torch.func is transforming this call."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def bare(problem):

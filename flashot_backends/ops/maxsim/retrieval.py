@@ -6,7 +6,7 @@ Similarities are computed for a block of documents at a time; what stays is the 
 
 import torch
 
-from .derivatives import fixed
+from .derivatives import fixed, transformed
 from .inputs import build
 
 BLOCK = {"cpu": 1 << 20, "other": 1 << 27}  # similarities alive at a time
@@ -31,6 +31,8 @@ def xtr(queries, documents, k, queries_mask=None, documents_mask=None, *, backen
     ``(Q, D)`` scores, float32 (float64 for float64 input), differentiable with the retrieved tokens held fixed. A token
     that was not retrieved has similarity 0, as has a query token that is masked; the mean is over the positive ones.
     """
+    if transformed():
+        raise NotImplementedError("xtr takes neither torch.compile nor torch.func transforms")
     problem = build(queries, documents, queries_mask, documents_mask, "exclude", False, None)
     count, length = problem.documents.shape[:2]
     if not 1 <= k <= count * length:
