@@ -21,6 +21,8 @@ _ALONE = (None,) * 6
 def applies(request) -> str | None:
     """16- and 32-bit floats on a GPU with matrix units for them."""
     tokens = request.queries
+    if not isinstance(request.documents, torch.Tensor):
+        return "it takes documents of floats only"
     if tokens.dtype not in FLOATS:
         return f"it takes float32, float16 and bfloat16, not {tokens.dtype}"
     if tokens.shape[-1] > LARGEST or tokens.shape[-1] == 0:

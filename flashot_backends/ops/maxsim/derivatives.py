@@ -6,6 +6,8 @@ and so is the sum of the selected inner products; each is the other's derivative
 
 import torch
 
+from .codes import Coded
+
 
 def kernel_for(problem, backend=None):
     """The kernel that serves this problem."""
@@ -16,12 +18,20 @@ def kernel_for(problem, backend=None):
 
 def score(problem, backend=None):
     """Scores of a problem, through the cheapest route that the context allows."""
+    if isinstance(problem.documents, Coded):
+        return _coded(problem, backend)
     if transformed():
         from . import operators
 
         return operators.score(problem, backend)
     if torch.is_grad_enabled() and (problem.queries.requires_grad or problem.documents.requires_grad):
         return _Score.apply(problem.queries, problem.documents, problem, backend)
+    return kernel_for(problem, backend).forward(problem, False)[0]
+
+
+def _coded(problem, backend):
+    if transformed() or (torch.is_grad_enabled() and problem.queries.requires_grad):
+        raise NotImplementedError("documents in few bits are scored without gradients, torch.compile and torch.func")
     return kernel_for(problem, backend).forward(problem, False)[0]
 
 

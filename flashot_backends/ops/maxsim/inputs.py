@@ -4,6 +4,7 @@ from itertools import chain
 
 import torch
 
+from .codes import Coded
 from .problem import Problem
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -65,6 +66,9 @@ def _is_plain(queries, documents):
 def _tokens(name, value, mask, dimensions, other):
     if is_list(value):
         return _pack(name, value, mask, other)
+    if isinstance(value, Coded) and name == "documents":
+        longest = value.shape[1] if value.offsets is None else value.longest
+        return value, _mask(name, mask, value.shape[:-1], value.device), value.offsets, longest
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it may be a torch tensor or a list of torch tensors")
     if value.is_nested:
@@ -136,11 +140,11 @@ def _agree(q, d):
     for name, x in (("queries", q), ("documents", d)):
         if x.dtype not in FLOATS:
             raise TypeError(f"{name} have dtype {x.dtype}; accepted are float64, float32, float16 and bfloat16")
-    kind = torch.promote_types(q.dtype, d.dtype)
+    kind = q.dtype if isinstance(d, Coded) else torch.promote_types(q.dtype, d.dtype)
     place = q.device.type
     if kind != torch.float64 and torch.is_autocast_enabled(place):
         kind = torch.get_autocast_dtype(place)
-    return q.to(kind), d.to(kind)
+    return q.to(kind), d if isinstance(d, Coded) else d.to(kind)
 
 
 def _ownership(q, q_offsets, d, d_offsets, counts, pairs):

@@ -3,6 +3,7 @@
 import torch
 
 from . import derivatives
+from .codes import Coded
 from .inputs import build, is_sets
 
 
@@ -31,7 +32,8 @@ def maxsim(
         or bfloat16. Inside ``torch.autocast`` both sides are cast as matrix products are.
     documents
         The same with D items: every query meets every document. ``(Q, C, tokens, d)``, or a list with one list of
-        tensors for each query: each query meets its own candidates only.
+        tensors for each query: each query meets its own candidates only. ``Int8`` or ``Residuals`` documents are
+        scored as they are kept.
     queries_mask, documents_mask
         Boolean (or numbers, where nonzero keeps a token), shaped as the tokens are; any pattern, holes included. A
         masked query token contributes nothing.
@@ -92,6 +94,8 @@ def _best(scores, k):
 def _unit(tokens):
     if isinstance(tokens, (list, tuple)):
         return [_unit(item) for item in tokens]
+    if isinstance(tokens, Coded):
+        raise ValueError("normalize=True does not apply to documents in few bits; scale them when they are coded")
     if isinstance(tokens, torch.Tensor) and tokens.is_nested:
         return torch.nested.nested_tensor_from_jagged(_unit(tokens.values()), tokens.offsets())
     wide = tokens if tokens.dtype == torch.float64 else tokens.float()
