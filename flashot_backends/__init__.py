@@ -18,7 +18,7 @@ if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "adapters")) and
 
 
 def enable():
-    """Adapt every supported host: now if it is loaded, else when it is imported. Safe to call again, from any thread."""
+    """Adapt every supported host: now if it is loaded, else when it is imported. Call it as often as you like."""
     from .hosts import enable
 
     enable()

@@ -166,4 +166,5 @@ def _check_hosts(names: tuple[str, ...], where: str) -> None:
     known = [spec.name for spec in registry().adapters()]
     for name in names:
         if name not in known:
-            raise SettingsError(f"{_place('substitute', where)}: no adapter is named {name!r}.{suggestion(name, known)}")
+            place = _place("substitute", where)
+            raise SettingsError(f"{place}: no adapter is named {name!r}.{suggestion(name, known)}")

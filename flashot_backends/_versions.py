@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from typing import Any
 
 _RELEASE = re.compile(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)")
 _CLAUSE = re.compile(r"\s*(>=|<=|==|!=|~=|>|<)\s*(\d+(?:\.\d+)*)(\.\*)?\s*\Z")
-_COMPARE: dict[str, Callable[[object, object], bool]] = {
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     ">": operator.gt,

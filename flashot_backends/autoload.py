@@ -1,37 +1,17 @@
 """Enable at the first import of a host, in every Python of this environment or in the children of ``flashot run``.
 
-This module is imported while Python starts, so it imports nothing but ``os``, ``sys`` and ``_thread``; nor does anything
-else of ours load until one of the watched packages is imported. What a start-up does wrong must not be seen.
+This module is imported while Python starts, so it imports nothing but ``os`` and ``sys``, and nothing else of
+ours loads until one of the watched packages is imported. What goes wrong on our side never stops a start-up.
 """
 
 import os
 import sys
-from _thread import RLock
+
+from . import _imports
 
 NAME = "flashot_backends_autoload"
 _MARK = "# hosts:"
-_CODE = r"""import sys; exec("try:\n from flashot_backends.autoload import start\n start()\nexcept Exception:\n pass")"""
-
-
-class _Finder:
-    """A meta-path finder that finds nothing; it enables us when a watched top-level package is about to be imported."""
-
-    def __init__(self, names):
-        self.names = set(names)
-        self.lock = RLock()
-        self.done = False
-
-    def find_spec(self, fullname, path=None, target=None):
-        if self.done or fullname not in self.names:
-            return None
-        with self.lock:  # a second thread waits here until the first has enabled
-            if self.done:
-                return None
-            self.done = True
-            _enable_quietly()
-        import importlib.util
-
-        return importlib.util.find_spec(fullname)  # the import hooks came too late for the search that we are part of
+_CODE = r"import sys; exec('try:\n from flashot_backends.autoload import start\n start()\nexcept Exception:\n pass')"
 
 
 def start():
@@ -39,14 +19,10 @@ def start():
     if os.environ.get("FLASHOT_ENABLE", "").strip().lower() in ("0", "false", "no", "off"):
         return
     names = os.environ.get("FLASHOT_WATCH", "").split() or _recorded(sys.path)
-    for finder in sys.meta_path:
-        if isinstance(finder, _Finder):
-            finder.names.update(names)
-            return
+    for name in names:
+        _imports.before(name, _enable_quietly)
     if any(name in sys.modules for name in names):
         _enable_quietly()
-    elif names:
-        sys.meta_path.insert(0, _Finder(names))
 
 
 def watched():
@@ -106,7 +82,8 @@ def paths(folder=None):
 def content(names, path):
     """Return the text of the start-up file ``path``, which lists the packages to watch in a comment."""
     line = f"{__name__}:start" if path.endswith(".start") else _CODE
-    return f"# Written by `flashot autoload on`; `flashot autoload off` removes it.\n{_MARK} {' '.join(names)}\n{line}\n"
+    note = "# Written by `flashot autoload on`; `flashot autoload off` removes it."
+    return f"{note}\n{_MARK} {' '.join(names)}\n{line}\n"
 
 
 def _recorded(folders):
@@ -121,7 +98,7 @@ def _recorded(folders):
     return []
 
 
-def _enable_quietly():
+def _enable_quietly(module=None):
     try:
         from .hosts import enable
 

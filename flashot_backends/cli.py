@@ -44,10 +44,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+
+
 @app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-) -> None: ...
+def _options(version: _Version = False) -> None: ...
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
@@ -60,11 +61,13 @@ def run(context: typer.Context) -> None:
 
 @app.command()
 def status(
-    check: Annotated[bool, typer.Option("--check", help="Import every installed host and see whether it adapts.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Import every installed host and adapt it.")] = False,
 ) -> None:
     """Print each setting with its source, each host and each kernel with the reason when it does not serve."""
     from . import report
+    from .config import settings
 
+    settings()  # a misspelt one is said at once
     _try_import("torch")  # to say whether it sees a card
     if check:
         _check_hosts()

@@ -170,7 +170,7 @@ def _resolve(target: str) -> Any:
 
 def _no_device(spec: KernelSpec) -> str | None:
     torch = sys.modules.get("torch")
-    if torch is None or "torch" not in spec.arrays or spec.devices != {"cuda"} or torch.cuda.is_available():
+    if torch is None or "torch" not in spec.arrays or spec.devices != frozenset({"cuda"}) or torch.cuda.is_available():
         return None
     return "torch sees no CUDA device"
 
@@ -185,7 +185,8 @@ def _refusal(kernel: Any, request: Any) -> str | None:
 def _pass_over(operation: str, rest: list[_Candidate], reason: str, strict: bool, current: Settings) -> None:
     refused = rest[0]
     if strict:
-        raise BackendError(f"{operation}: the kernel {refused.name!r} was asked for by name and does not apply: {reason}")
+        named = f"the kernel {refused.name!r} was asked for by name"
+        raise BackendError(f"{operation}: {named} and does not apply: {reason}")
     if not refused.counts or current.fallback == "auto":
         _say(operation, refused.name, f"{operation}: passing over {refused.name}: {reason}")
     elif current.fallback == "error":

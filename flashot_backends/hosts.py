@@ -1,7 +1,7 @@
 """Adapt a host right after it is imported, and switch the adaptations on and off.
 
 A wrapped function is replaced by a trampoline that stays for the life of the process and reads one switch at each call.
-Locks are held for bookkeeping only, never while something is imported: an import in another thread may be waiting for us.
+Locks are held for bookkeeping only, never while something is imported: another thread's import may be waiting for us.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
-from . import _versions
+from . import _imports, _versions
 from .config import settings
 from .plugins.manager import registry
 from .plugins.specs import AdapterSpec
@@ -30,7 +28,7 @@ logger = logging.getLogger("flashot_backends")
 _lock = threading.RLock()
 _enabled = False
 _hosts: dict[str, Host] = {}
-_waiting: set[tuple[str, str]] = set()  # (adapter, module) pairs that an import hook is registered for
+_watched: set[AdapterSpec] = set()  # those whose modules an import hook is registered for
 _warned: set[str] = set()
 _MARK = "__flashot_adapters__"
 
@@ -76,7 +74,7 @@ class Host:
         factory: Callable[[Callable[..., Any]], Callable[..., Any]],
         parameters: Iterable[str] = (),
     ) -> bool:
-        """Replace the function ``module.name``, e.g. ``"sinkhorn"`` or ``"Scores.forward"``, and say whether it is done.
+        """Replace the function ``module.name``, e.g. ``"sinkhorn"`` or ``"Scores.forward"``; say whether it is done.
 
         While enabled, calls go to ``factory(original)``, otherwise to the original. Name, signature, docstring, source
         and pickling stay those of the original. Wrapping twice does nothing.
@@ -89,7 +87,7 @@ class Host:
                 where there is no such function, one ``RuntimeWarning`` is given and the host keeps its own.
         """
         owner, attribute = _owner(module, name)
-        original = getattr(owner, "__dict__", {}).get(attribute)
+        original: Any = getattr(owner, "__dict__", {}).get(attribute)
         if self.name in getattr(original, _MARK, ()):
             return True
         problem = _unlike(original, tuple(parameters))
@@ -104,7 +102,7 @@ class Host:
         return True
 
     def register(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> bool:
-        """Add ``mapping[key] = value`` to a registry of the host while enabled; a key of the host's own stays its own."""
+        """Add ``mapping[key] = value`` to a registry of the host while enabled; a key that it has already stays."""
         with _lock:
             if any(entry.mapping is mapping and entry.key == key for entry in self._entries):
                 return True
@@ -146,14 +144,15 @@ class _Entry:
 def enable() -> None:
     """Adapt every host that is loaded, and have the others adapted when they are imported."""
     _switch(True)
-    specs = registry().adapters()
-    for spec in specs:
-        for module in spec.modules:
-            _watch(spec, module)
-    for spec in specs:  # again: a host may have been loaded by another thread while we registered
-        for module in spec.modules:
-            if module in sys.modules and module not in _host(spec).adapted:
-                _adapt_loaded(spec, module)
+    watched = [(spec, module) for spec in registry().adapters() for module in spec.modules]
+    for spec, module in watched:
+        if spec not in _watched:
+            _imports.after(module, functools.partial(_on_import, spec))
+    _watched.update(spec for spec, _ in watched)
+    for spec, module in watched:
+        _wait_for_other_threads(module)
+        if module in sys.modules:
+            _adapt_loaded(spec, module)
 
 
 def disable() -> None:
@@ -197,52 +196,29 @@ def _host(spec: AdapterSpec) -> Host:
         return host
 
 
-def _watch(spec: AdapterSpec, module: str) -> None:
-    with _lock:
-        if module not in sys.modules and (spec.name, module) not in _waiting:
-            _waiting.add((spec.name, module))
-            _ImportHook(spec).register(module)
-    if module in sys.modules:
-        _adapt_loaded(spec, module)
+def _on_import(spec: AdapterSpec, module: ModuleType) -> None:
+    _adapt(spec, module)
+    _sweep(_host(spec)._take_replaced(), spec, module.__name__.partition(".")[0])
 
 
-class _ImportHook:
-    """Called by wrapt when a host module has been executed, or at once where it turns out to be in ``sys.modules``.
-
-    In the second case it may be half executed by another thread, so nothing is done: ``_adapt_loaded`` waits for it.
-    """
-
-    def __init__(self, spec: AdapterSpec) -> None:
-        self.spec = spec
-        self.registering: int | None = None
-
-    def register(self, module: str) -> None:
-        self.registering = threading.get_ident()
-        wrapt.register_post_import_hook(self, module)
-        self.registering = None
-
-    def __call__(self, module: ModuleType) -> None:
-        with _lock:
-            _waiting.discard((self.spec.name, module.__name__))
-        if self.registering != threading.get_ident():
-            _adapt(self.spec, module)
-            _sweep(_host(self.spec)._take_replaced(), self.spec, module.__name__.partition(".")[0])
+def _wait_for_other_threads(module: str) -> None:
+    """Wait for an import that is under way and may have passed by our finder before it knew the module."""
+    wait = getattr(importlib._bootstrap, "_lock_unlock_module", None)  # type: ignore[attr-defined]
+    if wait is not None:
+        wait(module)
 
 
 def _adapt_loaded(spec: AdapterSpec, name: str) -> None:
     """Adapt a module that is in ``sys.modules`` already, then give the wrappers to those who hold the originals."""
-    try:
-        module = importlib.import_module(name)  # waits where another thread is still importing it
-    except Exception:
-        return logger.debug("%s is being imported and failed", name, exc_info=True)
-    if getattr(module.__spec__, "_initializing", False):
-        return logger.info("%s is still being imported here; call enable() again when it is complete", name)
+    module = sys.modules[name]
+    if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
+        return logger.debug("%s is being imported by this very thread, and adapted when it is complete", name)
     _adapt(spec, module)
     replaced = _host(spec)._take_replaced()
     _sweep(replaced, spec)
     if replaced:
         logger.info(
-            "%s: adapted after its import; copies held in containers, closures or default arguments keep the host's own",
+            "%s: adapted after its import; copies held in containers, closures or default arguments stay the host's",
             name,
         )
     return None

@@ -21,7 +21,7 @@ def show(file: IO[str] | None = None) -> None:
     """Print the whole report to ``file`` (default: standard output)."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 110)  # a log file need not wrap at 80 columns
+        console.width = 200  # a log file need not wrap
     console.print(_heading())
     for table in (_settings(), _hosts(), _kernels()):
         console.print()
@@ -89,7 +89,8 @@ def _kernels() -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
     for column in columns:
         table.add_column(column, header_style="dim", overflow="fold")
     return table

@@ -1,0 +1,1 @@
+"""The operations: the mathematics, with no host and no device in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import logging
@@ -11,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -30,6 +30,7 @@ class Registry:
         self._kernels: dict[tuple[str, str], KernelSpec] = {}
         self._adapters: dict[str, AdapterSpec] = {}
         self._owners: dict[object, str] = {}
+        self.problems: list[str] = []
         self.version = next(_versions)
 
     def add(self, specs: Iterable[KernelSpec | AdapterSpec], owner: str) -> None:
@@ -83,9 +84,9 @@ def _describe(spec: KernelSpec | AdapterSpec) -> str:
     return f"adapter {spec.name!r}"
 
 
-_lock = threading.RLock()
+_lock = threading.Lock()
 _registry: Registry | None = None
-_loading: Registry | None = None
+_loading = threading.local()
 
 
 def registry() -> Registry:
@@ -94,19 +95,24 @@ def registry() -> Registry:
 
 
 def _load() -> Registry:
-    global _registry, _loading
+    """Load in each thread that asks, and keep the first result: a lock held while plugins import could deadlock."""
+    global _registry
+    mine = getattr(_loading, "registry", None)
+    if mine is not None:  # a plugin asks while it is being imported
+        return mine
+    _loading.registry = mine = Registry()
+    try:
+        _fill(mine)
+    finally:
+        del _loading.registry
     with _lock:
-        if _registry is not None:
-            return _registry
-        if _loading is not None:  # a plugin asks while it is being imported
-            return _loading
-        _loading = Registry()
-        try:
-            _fill(_loading)
-            _registry = _loading
-        finally:
-            _loading = None
-        return _registry
+        first = _registry is None
+        if first:
+            _registry = mine
+        kept = _registry
+    for message in mine.problems if first else ():
+        _warn(message)
+    return kept
 
 
 def _fill(registry: Registry) -> None:
@@ -117,19 +123,23 @@ def _fill(registry: Registry) -> None:
     if _switch("FLASHOT_TRACE_PLUGINS"):
         manager.trace.root.setwriter(sys.stderr.write)
         manager.enable_tracing()
-    _register(manager)
-    _drop_misspelt(manager)
+    _register(manager, registry)
+    _drop_misspelt(manager, registry)
     for name, plugin in _builtin_first(manager):
-        _guarded(name, lambda name=name, plugin=plugin: _collect(manager, registry, name, plugin))
+        _guarded(registry, name, functools.partial(_collect, manager, registry, name, plugin))
 
 
-def _register(manager: pluggy.PluginManager) -> None:
+def _register(manager: pluggy.PluginManager, registry: Registry) -> None:
     # The built-in module is imported directly, so that a checkout that is not installed has its kernels too.
     if not manager.is_blocked(BUILTIN):
         manager.register(importlib.import_module(f"{PROJECT}.plugins.builtin"), BUILTIN)
     for entry_point in sorted(entry_points(group=PROJECT), key=lambda point: point.name):
         if entry_point.value != f"{PROJECT}.plugins.builtin" and not manager.is_blocked(entry_point.name):
-            _guarded(_title(entry_point), lambda point=entry_point: manager.register(point.load(), point.name))
+            _guarded(registry, _title(entry_point), functools.partial(_import, manager, entry_point))
+
+
+def _import(manager: pluggy.PluginManager, entry_point: EntryPoint) -> None:
+    manager.register(entry_point.load(), entry_point.name)
 
 
 def _title(entry_point: EntryPoint) -> str:
@@ -137,17 +147,17 @@ def _title(entry_point: EntryPoint) -> str:
     return f"{entry_point.name} ({distribution.name})" if distribution is not None else entry_point.name
 
 
-def _drop_misspelt(manager: pluggy.PluginManager) -> None:
+def _drop_misspelt(manager: pluggy.PluginManager, registry: Registry) -> None:
     """Unregister the plugins whose hooks have no specification, one by one: ``check_pending`` stops at the first."""
     while True:
         try:
             return manager.check_pending()
         except pluggy.PluginValidationError as error:
-            _warn(manager.get_name(error.plugin) or repr(error.plugin), error)
+            _skipped(registry, manager.get_name(error.plugin) or repr(error.plugin), error)
             manager.unregister(error.plugin)
 
 
-def _builtin_first(manager: pluggy.PluginManager) -> Iterator[tuple[str, ModuleType]]:
+def _builtin_first(manager: pluggy.PluginManager) -> Iterator[tuple[str, object]]:
     plugins = [(name, plugin) for name, plugin in manager.list_name_plugin() if plugin is not None]
     yield from sorted(plugins, key=lambda pair: pair[0] != BUILTIN)
 
@@ -161,16 +171,19 @@ def _collect(manager: pluggy.PluginManager, registry: Registry, name: str, plugi
     registry.add(specs, name)
 
 
-def _guarded(name: str, step: Callable[[], object]) -> None:
+def _guarded(registry: Registry, name: str, step: Callable[[], object]) -> None:
     try:
         step()
     except Exception as error:
-        _warn(name, error)
+        _skipped(registry, name, error)
 
 
-def _warn(name: str, error: Exception) -> None:
+def _skipped(registry: Registry, name: str, error: Exception) -> None:
     logger.debug("plugin %s", name, exc_info=error)
-    message = f"flashot_backends: plugin {name!r} is skipped: {type(error).__name__}: {error}"
+    registry.problems.append(f"flashot_backends: plugin {name!r} is skipped: {type(error).__name__}: {error}")
+
+
+def _warn(message: str) -> None:
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     except RuntimeWarning:  # warnings are errors here, and a broken plugin must not break the host

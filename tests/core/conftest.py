@@ -72,7 +72,7 @@ class FakeHost:
         return file
 
     def distribution(self, name: str, version: str, entry_points: str = "") -> None:
-        folder = f"{name}-{version}.dist-info"
+        folder = f"{name.replace('-', '_')}-{version}.dist-info"
         self.write(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         self.write(f"{folder}/entry_points.txt", entry_points)
 
@@ -88,7 +88,8 @@ class Python:
 
     def __init__(self, folder: Path, work: Path) -> None:
         self.folder, self.work = folder, work
-        self.environment = {key: value for key, value in os.environ.items() if not key.startswith(("FLASHOT_", "PYTHON"))}
+        ours = ("FLASHOT_", "PYTHON")
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         self.environment.update(
             PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]),
             XDG_CONFIG_HOME=str(work / "config"),

@@ -196,7 +196,7 @@ def test_registering_and_unregistering_take_effect_at_once(operation, add):
     assert select(operation, TORCH_CPU) is high
     dispatch.unregister(spec)
     assert select(operation, TORCH_CPU) is low
-    with pytest.raises(ValueError, match="kernel 'low' of operation .* is registered by both"):
+    with pytest.raises(ValueError, match=r"kernel 'low' of operation .* is registered by both"):
         dispatch.register(KernelSpec(operation, "low", "nowhere", frozenset({"torch"})))
 
 

@@ -29,7 +29,8 @@ class Double(Operator):
         return (x[:, :, None] - y[:, None]).square().sum(-1)
 
     def exponents(self, s, t):
-        return s.double()[:, :, None] + t.double()[:, None, :] - self.matrix() / self.exact_epsilon.double()[:, None, None]
+        epsilon = self.exact_epsilon.double()[:, None, None]
+        return s.double()[:, :, None] + t.double()[:, None, :] - self.matrix() / epsilon
 
     def softmin(self, h):
         zero = h.new_zeros(self.batch, self.rows)
