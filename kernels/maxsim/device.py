@@ -39,7 +39,14 @@ def _split(x):
 @triton.jit
 def _similar(d, q_high, q_low, q_back, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr):
     """Inner products of a document tile and a query tile, document tokens along the rows or along the columns."""
-    if EXACT:
+    if EXACT and d.dtype == tl.float16:  # 8-bit integers, which float16 holds
+        if DOCUMENT_ROWS:
+            s = tl.dot(d, tl.trans(q_low))
+            return tl.dot(d, tl.trans(q_high), s) * q_back[None, :]
+        else:
+            s = tl.dot(q_low, tl.trans(d))
+            return tl.dot(q_high, tl.trans(d), s) * q_back[:, None]
+    elif EXACT:
         high, low, back = _split(d)
         if DOCUMENT_ROWS:
             s = tl.dot(low, tl.trans(q_high))
@@ -64,6 +71,27 @@ def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
         return tl.load(base + rows[:, None] + columns[None, :])
     else:
         return tl.load(base + rows[:, None] + columns[None, :], mask=columns[None, :] < SIZE, other=0.0)
+
+
+@triton.jit
+def _decoded(
+    codes, spot, packed, at, centroids, weights, columns, SIZE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr
+):
+    """Tokens from a centroid's number and packed buckets: centroid + weight in each dimension, scaled to length 1.
+
+    Weights are ordered by the bits as they lie in the byte.
+    """
+    inside = columns[None, :] < SIZE
+    code = tl.load(codes + spot).to(tl.int64)
+    d = tl.load(centroids + code[:, None] * SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    bit = columns * BITS
+    row = (at + spot) * (SIZE * BITS // 8)
+    byte = tl.load(packed + row[:, None] + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
+    bucket = (byte >> (8 - BITS - bit % 8)[None, :]) & ((1 << BITS) - 1)
+    d = tl.where(inside, d + tl.load(weights + bucket), 0.0)
+    if UNIT:
+        d = d / tl.maximum(tl.sqrt(tl.sum(d * d, axis=1)), 1e-12)[:, None]
+    return d
 
 
 @triton.jit
@@ -92,13 +120,14 @@ def _trimmed(mask, length):
 ])  # fmt: skip
 def scores_kernel(
     q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
-    scores, winners, tiles, parts, queries, per_query, per_part, longest_query, longest_document, set_size,
+    extra, centroids, weights, scores, winners, tiles, parts, queries, per_query, per_part,
+    longest_query, longest_document, set_size,
     q_item, q_token, d_item, d_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
     HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
     BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr,
     SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
-    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr,
+    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr, INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Scores of one document and one tile of queries; tiles run fastest, so neighbours share the document in cache."""
     program = tl.program_id(0)
@@ -136,15 +165,14 @@ def scores_kernel(
 
     d_first, d_length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
     if D_PACKED:
+        d_at = d_first
         d_base = d_ptr + d_first * d_token
     else:
+        d_at = document.to(tl.int64) * longest_document
         d_base = d_ptr + document.to(tl.int64) * d_item
     length = d_length
     if HAS_D_MASK:
-        if D_PACKED:
-            d_mask = d_mask_ptr + d_first
-        else:
-            d_mask = d_mask_ptr + document.to(tl.int64) * longest_document
+        d_mask = d_mask_ptr + d_at
         length = _trimmed(d_mask, d_length)
 
     if DOCUMENT_ROWS:
@@ -166,7 +194,21 @@ def scores_kernel(
     for start in tl.range(0, length, BT, num_stages=STAGES):
         spot = tl.minimum(start + tl.arange(0, BT), length - 1)
         d_rows = spot.to(tl.int64) * d_token
-        if ONE:
+        if INT8:
+            d = _load(d_base, d_rows, columns, SIZE, BD)
+            similar = _similar(d.to(tl.float16 if EXACT else q.dtype), q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+            scale = tl.load(extra + d_at + spot)
+            if DOCUMENT_ROWS:
+                similar = similar * scale[:, None]
+            else:
+                similar = similar * scale[None, :]
+        elif BITS > 0:
+            d = _decoded(d_base, spot, extra, d_at, centroids, weights, columns, SIZE, BITS, UNIT)
+            if EXACT:
+                similar = _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+            else:
+                similar = _similar(d.to(q.dtype), q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+        elif ONE:
             d = _load(d_base, d_rows, columns, SIZE, BD)
             similar = _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
         else:

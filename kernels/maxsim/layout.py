@@ -4,6 +4,8 @@ A problem is a named tuple made by ``flashot_backends.ops.maxsim`` with these fi
 
 ``queries``, ``documents``
     Padded ``(count, length, d)``, or packed ``(tokens, d)`` together with offsets.
+    Documents may also be an object that decodes what it is indexed with: 8-bit integers with ``values`` and ``scales``,
+    or ``codes``, ``residuals``, ``centroids``, ``weights``, ``bits`` and ``unit``. These are scored without ``record``.
 ``queries_mask``, ``documents_mask``
     Boolean, shaped as the tokens are, or None. True keeps a token.
 ``queries_offsets``, ``documents_offsets``

@@ -5,6 +5,8 @@ program keeps an elementwise running maximum and reduces it once, at the end. Ba
 program owns a tile of a document's gradient or of a query's, so there are no atomics and sums have one order.
 """
 
+from functools import lru_cache
+
 import torch
 
 from . import tuning
@@ -16,13 +18,14 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 4096
 _plans: dict[tuple, Plan] = {}
 _ALONE = (None,) * 6
+_NO_EXTRAS = (None,) * 3
 
 
 def applies(request) -> str | None:
     """16- and 32-bit floats on a GPU with matrix units for them."""
     tokens = request.queries
-    if not isinstance(request.documents, torch.Tensor):
-        return "it takes documents of floats only"
+    if not isinstance(request.documents, torch.Tensor) and tokens.shape[-1] > 128:
+        return f"it takes documents in few bits up to 128 dimensions, not {tokens.shape[-1]}"
     if tokens.dtype not in FLOATS:
         return f"it takes float32, float16 and bfloat16, not {tokens.dtype}"
     if tokens.shape[-1] > LARGEST or tokens.shape[-1] == 0:
@@ -34,8 +37,11 @@ def applies(request) -> str | None:
 
 def forward(problem, record):
     """Scores, and the winning positions if asked for; see ``layout``."""
-    key = ("scores", record, *_kind(problem))
-    plan = _plans.get(key) or _remember(key, _forward_plan(problem, record))
+    coded, extras = None, _NO_EXTRAS
+    if type(problem.documents) is not torch.Tensor:
+        problem, coded, extras = _opened(problem)
+    key = ("scores", record, coded, *_kind(problem))
+    plan = _plans.get(key) or _remember(key, _forward_plan(problem, record, coded))
     if plan.copies:
         problem = _contiguous_rows(problem)
     tokens = problem.queries
@@ -43,15 +49,15 @@ def forward(problem, record):
     if not plan.programs:
         return tokens.new_zeros(plan.shape, dtype=torch.float32), winners
     scores = tokens.new_empty(plan.shape, dtype=torch.float32)
-    start(scores_kernel, plan, (*problem[:8], scores, winners))
+    start(scores_kernel, plan, (*problem[:8], *extras, scores, winners))
     return scores.sum(0) if plan.parts else scores, winners
 
 
-def _forward_plan(problem, record):
+def _forward_plan(problem, record, coded):
     """Grid, numbers and constants of the forward kernel. Queries longer than a tile are summed part by part."""
     copied = _contiguous_rows(problem)
     queries, documents = query_count(problem), document_count(problem)
-    constants, columns, slot = _forward_constants(problem, queries, record)
+    constants, columns, slot = _forward_constants(problem, queries, record, coded)
     parts = max(-(-problem.longest_query // columns), 1)
     tiles = parts if problem.set_size else parts * -(-queries // (columns // slot))
     shape = (documents,) if problem.set_size else (queries, documents)
@@ -69,7 +75,7 @@ def _forward_plan(problem, record):
     )
 
 
-def _forward_constants(problem, queries, record):
+def _forward_constants(problem, queries, record, coded):
     width = _power(problem.longest_query)
     rows = width if problem.set_size else min(width * _power(queries), 1 << 20)
     exact = problem.queries.dtype == torch.float32
@@ -78,6 +84,11 @@ def _forward_constants(problem, queries, record):
     columns = min(max(rows, 16), found["BQ"])
     slot = columns if problem.set_size else min(width, columns)
     found.update(BQ=columns, SLOT=slot, EXACT=exact, RECORD=record, NONE=none_of(index_dtype(problem.longest_document)))
+    found["BD"] = _block(found["SIZE"], 128 if exact or found["SIZE"] > 256 else 256)
+    if found["SIZE"] > found["BD"]:  # the query tile is read again with each part of the embeddings
+        found.update(STAGES=2, num_warps=8)
+    int8, bits, unit = coded or (False, 0, False)
+    found.update(INT8=int8, BITS=bits, UNIT=unit)
     found.update(ZERO=problem.masked == "zero", HAS_FLOORS=problem.floors is not None)
     return found, columns, slot
 
@@ -85,10 +96,9 @@ def _forward_constants(problem, queries, record):
 def _common(problem):
     """Constants that both directions share."""
     size = problem.queries.shape[-1]
-    block = min(max(_power(size), 16), 128 if size > 256 or size % 128 == 0 else 256)
     return {
         "SIZE": size,
-        "BD": block,
+        "BD": _block(size, 128),
         "OWNED": problem.set_size != 0,
         "HAS_OWNERS": problem.owners is not None,
         "HAS_Q_MASK": problem.queries_mask is not None,
@@ -96,6 +106,27 @@ def _common(problem):
         "Q_PACKED": problem.queries_offsets is not None,
         "D_PACKED": problem.documents_offsets is not None,
     }
+
+
+def _block(size, largest):
+    return min(max(_power(size), 16), largest)
+
+
+def _opened(problem):
+    """Documents in few bits: their tensor, what they are as constants, and the tensors that decode it."""
+    coded = problem.documents
+    if coded.residuals is None:
+        return problem._replace(documents=coded.values), (True, 0, False), (coded.scales, None, None)
+    weights = coded.weights[_reversed(coded.bits).to(coded.weights.device)]
+    opened = problem._replace(documents=coded.codes[:, None])
+    return opened, (False, coded.bits, coded.unit), (coded.residuals, coded.centroids, weights)
+
+
+@lru_cache
+def _reversed(bits):
+    """All numbers of so many bits with their bits in the other order."""
+    numbers = torch.arange(1 << bits)
+    return sum(((numbers >> i) & 1) << (bits - 1 - i) for i in range(bits))
 
 
 def backward(problem, winners, gradient, for_queries, for_documents):

@@ -137,3 +137,24 @@ def test_strides():
 def test_sizes_it_leaves_to_others(size):
     problem = build(torch.zeros(1, 1, size), torch.zeros(1, 1, size), None, None, "exclude", False, None)
     assert "4096" in triton.applies(problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [0, 2, 4])
+def test_documents_in_few_bits(bits, dtype):
+    from flashot_backends.ops.maxsim import Int8, Residuals
+
+    q, lengths = tokens(3, 5, 16, dtype=dtype), [20, 3, 0, 17]
+    generator = torch.Generator().manual_seed(1)
+    if bits:
+        packed = torch.randint(0, 256, (40, 16 * bits // 8), generator=generator).to(torch.uint8).to(DEVICE)
+        codes = torch.randint(0, 5, (40,), generator=generator).to(DEVICE)
+        coded = Residuals(codes, packed, lengths, tokens(5, 16, seed=2), tokens(1 << bits, seed=3) / 4)
+    else:
+        values = torch.randint(-127, 128, (40, 16), generator=generator).to(torch.int8).to(DEVICE)
+        coded = Int8(values, tokens(40, seed=4).abs() / 127, lengths)
+    problem = build(q, coded, None, mask(40), "zero", False, None)
+    assert triton.applies(problem) is None
+    expected = reference.forward(problem, False)[0]
+    tolerance = 3e-3 if dtype == torch.float16 and bits else 1e-5
+    torch.testing.assert_close(triton.forward(problem, False)[0], expected, rtol=tolerance, atol=tolerance)

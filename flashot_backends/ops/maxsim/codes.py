@@ -9,7 +9,7 @@ import torch
 class Coded:
     """Documents that can be indexed as a tensor of floats, ``(count, tokens, d)`` or ``(tokens, d)``, but are none."""
 
-    offsets = None
+    offsets = residuals = None
     requires_grad = False
     is_nested = False
     dtype = torch.float32
