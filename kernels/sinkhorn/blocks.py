@@ -2,12 +2,16 @@
 
 The default where there is no card. A sweep takes one exponential per pair for the row update and the column update
 that follows it: with e_ij = exp(t_j − C_ij/ε + r_i) and s_i = Σ_j e_ij, the columns of the updated plan sum to
-Σ_i (a_i/s_i) e_ij while the strip is still in cache (``shared/design/NUMERICS.md``, "One exponential for both updates").
+Σ_i (a_i/s_i) e_ij while the strip is still in cache.
+
+Exponents are in base 2: on a CPU torch's exp2 takes a third of the time of its exp.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,11 +20,15 @@ from torch import Tensor
 
 from .operator import Cost, Operator, Sweep, Weighted, scaling
 
-# Elements of a strip: a CPU core's second-level cache, or enough to fill a card.
-STRIP_CPU = 1 << 17
+# Elements of a strip: about a CPU's second-level cache, or enough to fill a card.
+STRIP_CPU = 1 << 18
 STRIP_DEVICE = 1 << 25
 # Sums outside of these ranges have lost digits, or all of them, to under- or overflow.
 SAFE = {torch.float64: (1e-200, 1e200), torch.float32: (1e-20, 1e20)}
+# Below this exponent of two float32 is denormal: no part of a safe sum, and many times slower in products.
+DENORMAL = -126.0
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
 
 
 def applies(request: Any) -> str | None:
@@ -44,13 +52,16 @@ class Blocks(Operator):
     """The reductions, over strips of C/ε that a subclass computes."""
 
     def scaled(self, strip: Strip) -> Tensor:
-        """C/ε on a strip, (b, r, m), in a fresh or reused buffer that the caller may overwrite."""
+        """C/ε on a strip, (b, r, m)."""
         raise NotImplementedError
 
-    def scores(self, strip: Strip, row_offset: Tensor | None, t: Tensor) -> Tensor:
-        """r_i + t_j − C_ij/ε on a strip."""
-        scores = self.scaled(strip).neg_().add_(t[strip.batch, None, :])
-        return scores if row_offset is None else scores.add_(row_offset[strip][:, :, None])
+    def terms(self, r: Tensor | None, t: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What ``exponents`` needs of r (B, n) and t (B, m), computed once for all strips."""
+        raise NotImplementedError
+
+    def exponents(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> Tensor:
+        """(r_i + t_j − C_ij/ε) log₂ e on a strip, in a fresh buffer that the caller may overwrite."""
+        raise NotImplementedError
 
     def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
         """Add the strip's share of Σ W ∂C to the gradients by the cost's tensors."""
@@ -79,22 +90,26 @@ class Blocks(Operator):
 
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε), each strip around its own maximum."""
-        out = self.zeros(self.batch, self.rows)
+        out, terms = self.zeros(self.batch, self.rows), self.terms(None, h)
         with exact_products(self.device):
             for strip in self.strips():
-                out[strip] = log_sum_exp(self.scores(strip, None, h))
-        return out.mul_(-self.epsilon[:, None])
+                out[strip] = log2_sum_exp2(self.exponents(strip, terms))
+        return out.mul_(-LN_2 * self.epsilon[:, None])
 
     def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
         """Update rows and columns with one exponential per pair."""
         t = scaling(log_b, g, self.epsilon)
         hint = f / self.epsilon[:, None]
+        terms, safe_terms = self.terms(hint, t), self.terms(None, t)
         weight = log_a.exp()
         scaled_f = self.zeros(self.batch, self.rows)
         marginal = torch.zeros(self.batch, self.columns, dtype=torch.float64, device=self.device)
         with exact_products(self.device):
             for strip in self.strips():
-                e, total, offset = self._exponentials(strip, hint, t)
+                e = exp2(self.exponents(strip, terms))
+                total, offset = e.sum(-1), hint[strip]
+                if not safe(total):
+                    e, total, offset = self._around_maximum(strip, safe_terms)
                 scaled_f[strip] = offset - total.log()
                 share = (weight[strip] / total)[:, None, :]
                 marginal[strip.batch] += torch.matmul(share, e)[:, 0]
@@ -103,16 +118,12 @@ class Blocks(Operator):
         ratio = torch.where(massless, 1.0, marginal * torch.exp(-log_b.double())).to(self.dtype)
         return Sweep(f, self._columns(log_a, log_b, f, g, ratio), ratio)
 
-    def _exponentials(self, strip: Strip, hint: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """e_ij, its row sums and the row offset used: the previous potential, or the maximum where that is unsafe."""
-        e = self.scores(strip, hint, t).exp_()
-        total = e.sum(-1)
-        if safe(total):
-            return e, total, hint[strip]
-        scores = self.scores(strip, None, t)
-        offset = finite(scores.amax(-1)).neg_()
-        e = scores.add_(offset[:, :, None]).exp_()
-        return e, e.sum(-1), offset
+    def _around_maximum(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """e_ij, its row sums and the row offset in them: minus the maximum of the row."""
+        exponents = self.exponents(strip, terms)
+        top = finite(exponents.amax(-1))
+        e = exp2(exponents.sub_(top[:, :, None]))
+        return e, e.sum(-1), top * -LN_2
 
     def _columns(self, log_a: Tensor, log_b: Tensor, f: Tensor, g: Tensor, ratio: Tensor) -> Tensor:
         """The column potentials whose plan has the wanted column sums, given present over wanted sums."""
@@ -122,10 +133,10 @@ class Blocks(Operator):
 
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V, strip by strip."""
-        out = self.zeros(self.batch, self.rows, values.shape[-1])
+        out, terms = self.zeros(self.batch, self.rows, values.shape[-1]), self.terms(s, t)
         with exact_products(self.device):
             for strip in self.strips():
-                plan = self.scores(strip, s, t).exp_()
+                plan = exp2(self.exponents(strip, terms))
                 out[strip] = plan @ values[strip.batch].to(self.dtype)
         return out
 
@@ -142,7 +153,8 @@ class Blocks(Operator):
 
     def weighted(self, s, t, alpha=None, gamma=0.0, u=None, v=None) -> Weighted:  # type: ignore[no-untyped-def]
         """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j), strip by strip."""
-        totals, rows, columns = self.gradients(), self.zeros(self.batch, self.rows), self.zeros(self.batch, self.columns)
+        totals = self.gradients()
+        rows, columns = self.zeros(self.batch, self.rows), self.zeros(self.batch, self.columns)
         with exact_products(self.device):
             for strip in self.strips():
                 scaled, weights = self._plan(strip, s, t)
@@ -177,14 +189,16 @@ class Matrix(Blocks):
         """C/ε, read once."""
         return self._rows(strip) / self.epsilon[strip.batch, None, None]
 
-    def scores(self, strip: Strip, row_offset: Tensor | None, t: Tensor) -> Tensor:
-        """r_i + t_j − C_ij/ε with one read of M."""
-        scores = torch.addcmul(t[strip.batch, None, :], self._rows(strip), self._slope[strip.batch], value=-1)
-        return scores if row_offset is None else scores.add_(row_offset[strip][:, :, None])
+    def terms(self, r: Tensor | None, t: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Both in base 2, along their axis."""
+        return (None if r is None else r[:, :, None] * LOG2_E), t[:, None, :] * LOG2_E
 
-    @property
-    def _slope(self) -> Tensor:
-        return self.epsilon.reciprocal()[:, None, None]
+    def exponents(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> Tensor:
+        """(r_i + t_j − C_ij/ε) log₂ e with one read of M."""
+        r, t = terms
+        slope = (LOG2_E / self.epsilon[strip.batch])[:, None, None]
+        out = torch.addcmul(t[strip.batch], self._rows(strip), slope, value=-1)
+        return out if r is None else out.add_(r[strip])
 
     def _rows(self, strip: Strip) -> Tensor:
         assert self.cost.matrix is not None
@@ -201,9 +215,9 @@ class Points(Blocks):
     def __init__(self, cost: Cost, epsilon: Tensor, centred: tuple[Tensor, Tensor] | None = None):
         super().__init__(cost, epsilon)
         self.x, self.y = centred or centre(cost, self.dtype)
-        scale = (2 / epsilon).sqrt().to(self.dtype)[:, None, None]
+        scale = (2 * LOG2_E / epsilon).sqrt().to(self.dtype)[:, None, None]
         self.scaled_x, self.scaled_y = self.x * scale, self.y * scale
-        self.norm_x, self.norm_y = (half_square(self.scaled_x), half_square(self.scaled_y))
+        self.norm_x, self.norm_y = half_square(self.scaled_x), half_square(self.scaled_y)
 
     @property
     def T(self) -> Points:  # noqa: N802
@@ -215,21 +229,29 @@ class Points(Blocks):
         return Points(self.cost.select(index), self.exact_epsilon[index], (self.x[index], self.y[index]))
 
     def scaled(self, strip: Strip) -> Tensor:
-        """C/ε = |x̂|²/2 + |ŷ|²/2 − x̂·ŷ with x̂ = x √(2/ε), never negative."""
-        return self.scores(strip, -self.norm_x, -self.norm_y, own_norms=False).neg_().clamp_(min=0)
+        """C/ε, never negative."""
+        return self.exponents(strip, self._cost_terms).clamp_(max=0).mul_(-LN_2)
 
-    def scores(
-        self, strip: Strip, row_offset: Tensor | None, t: Tensor, own_norms: bool = True
-    ) -> Tensor:
-        """r_i + t_j − C_ij/ε, the row terms carried through the product as one more coordinate."""
-        if own_norms:
-            t = t - self.norm_y
-            row_offset = -self.norm_x if row_offset is None else row_offset - self.norm_x
-        left = torch.cat([self.scaled_x[strip], finite(row_offset[strip])[:, :, None]], -1)  # type: ignore[index]
-        right = torch.cat([self.scaled_y[strip.batch], torch.ones_like(t[strip.batch, :, None])], -1)
-        scores = torch.bmm(left, right.transpose(-1, -2)).add_(t[strip.batch, None, :])
-        absent = row_offset[strip] == -torch.inf  # type: ignore[index]
-        return scores.masked_fill_(absent[:, :, None], -torch.inf) if bool(absent.any()) else scores
+    @functools.cached_property
+    def _cost_terms(self) -> tuple[Tensor | None, Tensor]:
+        return self.terms(None, self.zeros(self.batch, self.columns))
+
+    def terms(self, r: Tensor | None, t: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Rows (x̂_i, r'_i, 1) and columns (ŷ_j, 1, t'_j) whose products are the exponents.
+
+        With x̂ = x √(2 log₂ e / ε) and r'_i = r_i log₂ e − |x̂_i|²/2, and the same for y: −C_ij log₂ e / ε =
+        x̂_i·ŷ_j − |x̂_i|²/2 − |ŷ_j|²/2.
+        """
+        r = -self.norm_x if r is None else r * LOG2_E - self.norm_x
+        t = t * LOG2_E - self.norm_y
+        left = torch.cat([self.scaled_x, r[:, :, None], torch.ones_like(r)[:, :, None]], -1)
+        right = torch.cat([self.scaled_y, torch.ones_like(t)[:, :, None], t[:, :, None]], -1)
+        return left, right.transpose(-1, -2).contiguous()
+
+    def exponents(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> Tensor:
+        """(r_i + t_j − C_ij/ε) log₂ e, one product of d + 2 terms."""
+        left, right = terms
+        return torch.bmm(left[strip], right[strip.batch])  # type: ignore[index]
 
     def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
         """∂C/∂x_i = 2 (x_i − y_j), and the opposite for y."""
@@ -256,12 +278,19 @@ def half_square(points: Tensor) -> Tensor:
     return (0.5 * points.double().square().sum(-1)).to(points.dtype)
 
 
-def log_sum_exp(scores: Tensor) -> Tensor:
-    """log Σ_j exp(scores), overwriting them; −inf for a row of −inf."""
-    if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
-    top = finite(scores.amax(-1, keepdim=True))
-    return scores.sub_(top).exp_().sum(-1).log_().add_(top[..., 0])
+def exp2(exponents: Tensor) -> Tensor:
+    """2 to the exponents, overwriting them; no denormal numbers on a CPU."""
+    if exponents.dtype == torch.float32 and exponents.device.type == "cpu":
+        torch.nn.functional.threshold_(exponents, DENORMAL, -torch.inf)
+    return exponents.exp2_()
+
+
+def log2_sum_exp2(exponents: Tensor) -> Tensor:
+    """log₂ Σ_j 2^exponents, overwriting them; −inf for a row of −inf."""
+    if exponents.shape[-1] == 0:
+        return exponents.new_full(exponents.shape[:-1], -torch.inf)
+    top = finite(exponents.amax(-1, keepdim=True))
+    return exp2(exponents.sub_(top)).sum(-1).log2_().add_(top[..., 0])
 
 
 def finite(values: Tensor) -> Tensor:
