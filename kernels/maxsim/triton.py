@@ -87,6 +87,7 @@ def _forward_constants(problem, queries, record, coded):
     found["BD"] = _block(found["SIZE"], 128 if exact or found["SIZE"] > 256 else 256)
     if found["SIZE"] > found["BD"]:  # the query tile is read again with each part of the embeddings
         found.update(STAGES=2, num_warps=8)
+    found["num_stages"] = found["STAGES"]  # for the loops that do not say it themselves
     int8, bits, unit = coded or (False, 0, False)
     found.update(INT8=int8, BITS=bits, UNIT=unit)
     found.update(ZERO=problem.masked == "zero", HAS_FLOORS=problem.floors is not None)
@@ -151,6 +152,7 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents):
     exact = problem.queries.dtype == torch.float32
     constants = _common(problem)
     constants.update(tuning.backward(problem.queries.device, problem.longest_document, exact), EXACT=exact)
+    constants["num_stages"] = constants["STAGES"]
     constants.update(NONE=none_of(winners.dtype), SCALED=problem.queries.dtype == torch.float16)
     chunks = -(-constants["SIZE"] // constants["BD"])
     tiles_d = -(-problem.longest_document // constants["BT"])
