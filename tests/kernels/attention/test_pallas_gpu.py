@@ -39,14 +39,16 @@ def loss_and_gradients(monkeypatch, kernel, kind, bin_kind, dtype=jnp.float32, *
     return jax.value_and_grad(loss, (0, 1, 2, 3))(*tokens(m, dtype), cases.parts(dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("kind", "bin_kind"), [*((kind, None) for kind in SUPPORTS), ("band", "token"), ("rectangular", "score")]
-)
+KINDS = [("band", "token"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "bin_kind"), KINDS)
 def test_the_interpreter_agrees_with_the_chunked_tier(monkeypatch, kind, bin_kind):
     got, wanted = (loss_and_gradients(monkeypatch, kernel, kind, bin_kind) for kernel in (pallas_gpu, chunked))
     assert cases.worst_error(got, wanted) < 5e-6
 
 
+@pytest.mark.slow
 def test_rows_last_and_deep_tails(monkeypatch):
     steps = {"tail_steps": 3.5, "last_update": "rows"}
     got, wanted = (loss_and_gradients(monkeypatch, kernel, "band", None, **steps) for kernel in (pallas_gpu, chunked))

@@ -7,6 +7,13 @@ import numpy as np
 from flashot_backends.ops.attention import DustbinScore, DustbinToken
 
 SUPPORTS = ("dense", "band", "padding", "band+padding", "segments", "mask", "rectangular", "masses")
+KERNEL_KINDS = (
+    ("dense", None),
+    ("band", None),
+    ("padding", None),
+    ("rectangular", "score"),
+    ("segments", None),
+)
 DUSTBINS = (None, "token", "score", "token+capacity")
 
 
