@@ -1,5 +1,6 @@
 """The MaxSim operation: what it returns for every way of asking, against plain torch and the float64 reference."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -187,3 +188,21 @@ def test_batch_elements_do_not_see_their_neighbours(kernel):
     q, x = tokens(4, 5, 8), tokens(6, 7, 8, seed=1)
     every = maxsim(q, x, backend=kernel)
     assert torch.equal(every[2:3, 4:5], maxsim(q[2:3], x[4:5], backend=kernel))
+
+
+def test_numpy_and_jax_are_answered_in_kind():
+    q, x, dm = tokens(2, 3, 8), tokens(4, 5, 8, seed=1), mask(4, 5, share=0.9)
+    expected = maxsim(q, x, documents_mask=dm)
+    scores = maxsim(q.numpy(), x.numpy(), documents_mask=dm.numpy())
+    assert type(scores).__module__ == "numpy"
+    close(torch.from_numpy(scores), expected)
+    sets = maxsim(q.numpy(), [list(x[:2].numpy()), [x[3].numpy()]])
+    assert [s.shape for s in sets] == [(2,), (1,)]
+    jax = pytest.importorskip("jax")
+    a, b = jax.numpy.asarray(q.numpy()), jax.numpy.asarray(x.numpy())
+    values, places = topk(a, b, 2, documents_mask=jax.numpy.asarray(dm.numpy()))
+    assert isinstance(values, jax.Array)
+    close(torch.from_numpy(np.array(values)), topk(q, x, 2, documents_mask=dm)[0])
+    assert places.shape == (2, 2)
+    with pytest.raises(TypeError, match="JAX tracer"):
+        jax.jit(maxsim)(a, b)

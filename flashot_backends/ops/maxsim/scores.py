@@ -4,9 +4,11 @@ import torch
 
 from . import derivatives
 from .codes import Coded
+from .foreign import in_torch
 from .inputs import build, is_sets
 
 
+@in_torch
 def maxsim(
     queries,
     documents,
@@ -29,7 +31,8 @@ def maxsim(
     ----------
     queries
         ``(Q, tokens, d)`` tensor, list of Q ``(tokens, d)`` tensors, or jagged nested tensor; float64, float32, float16
-        or bfloat16. Inside ``torch.autocast`` both sides are cast as matrix products are.
+        or bfloat16. Inside ``torch.autocast`` both sides are cast as matrix products are. numpy, JAX and CuPy arrays are
+        taken too and answered in kind, without derivatives.
     documents
         The same with D items: every query meets every document. ``(Q, C, tokens, d)``, or a list with one list of
         tensors for each query: each query meets its own candidates only. ``Int8`` or ``Residuals`` documents are
@@ -71,6 +74,7 @@ def maxsim(
     return _shaped(scores, problem, documents)
 
 
+@in_torch
 def topk(queries, documents, k, **options):
     """The k best documents of each query, best first: (scores, indices), each ``(Q, k)``, on the device of the input.
 
