@@ -31,8 +31,8 @@ def maxsim(
     ----------
     queries
         ``(Q, tokens, d)`` tensor, list of Q ``(tokens, d)`` tensors, or jagged nested tensor; float64, float32, float16
-        or bfloat16. Inside ``torch.autocast`` both sides are cast as matrix products are. numpy, JAX and CuPy arrays are
-        taken too and answered in kind, without derivatives.
+        or bfloat16. Inside ``torch.autocast`` both sides are cast as matrix products are. numpy, JAX and CuPy arrays
+        are taken too and answered in kind, without derivatives.
     documents
         The same with D items: every query meets every document. ``(Q, C, tokens, d)``, or a list with one list of
         tensors for each query: each query meets its own candidates only. ``Int8`` or ``Residuals`` documents are
