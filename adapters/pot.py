@@ -29,6 +29,7 @@ from flashot_backends.ops.arrays import framework, require_torch, restorer, to_t
 
 VERSIONS = ">=0.9,<0.10"
 PARAMETERS = ("a", "b", "M", "reg", "method", "numItermax", "stopThr", "verbose", "log", "warn", "warmstart")
+SAMPLE_PARAMETERS = ("X_s", "X_t", "reg", "a", "b", "metric", "numIterMax", "stopThr", "isLazy")
 OPTIONS = ("backend", "precision")
 ARRAYS = "numpy, torch, jax and cupy arrays, and lists of numbers"
 NOT_CONVERGED = (
@@ -40,9 +41,17 @@ _log = logging.getLogger("flashot_backends")
 
 
 def adapt(module: Any, host: Any) -> None:
-    """Add the method "flash" to ``sinkhorn`` and ``sinkhorn2`` in the leaf module of POT that defines them."""
+    """Add the method "flash" to the functions of POT that this leaf module defines."""
     for name in ("sinkhorn", "sinkhorn2"):
-        host.wrap(module, name, functools.partial(_routed, host=host, wants_plan=name == "sinkhorn"), PARAMETERS)
+        if _defines(module, name):
+            host.wrap(module, name, functools.partial(_routed, host=host, wants_plan=name == "sinkhorn"), PARAMETERS)
+    for name in ("empirical_sinkhorn", "empirical_sinkhorn2"):
+        if _defines(module, name):
+            host.wrap(module, name, functools.partial(_lazily_routed, wants_loss=name[-1] == "2"), SAMPLE_PARAMETERS)
+
+
+def _defines(module: Any, name: str) -> bool:
+    return getattr(getattr(module, name, None), "__module__", None) == module.__name__
 
 
 def lazy_cost(X: Any, Y: Any, metric: str = "sqeuclidean") -> Any:
@@ -407,7 +416,7 @@ def _print(iteration: int, error: Any, check_every: int) -> None:
     print(f"{iteration:5d}|{float(error):8e}|")
 
 
-def _solve(call: _Call, problem: _Problem, f: Any, iterations: int, tolerance: float) -> Any:
+def _solve(call: _Call, problem: _Problem, f: Any, iterations: int, tolerance: float, norm: str = "l2") -> Any:
     return _operation().solve(
         problem.cost,
         **problem.weights,
@@ -417,7 +426,7 @@ def _solve(call: _Call, problem: _Problem, f: Any, iterations: int, tolerance: f
         check_every=call.check_every,
         acceleration=None,
         init=(f, None),
-        norm="l2",
+        norm=norm,
         **{name: value for name, value in call.options.items() if name in OPTIONS and call.name == "flash"},
     )
 
@@ -444,6 +453,8 @@ def _start_log_u(call: _Call, problem: _Problem, a: Any) -> Any:
 def _warm_rows(warmstart: Any, problem: _Problem) -> Any:
     """The row part of a warm start: a pair of vectors; for histograms a list of pairs, or a pair of matrices."""
     try:
+        rows: Any
+        columns: Any
         rows, columns = zip(*warmstart, strict=True) if _is_list_of_pairs(warmstart, problem) else warmstart
         if isinstance(rows, tuple):
             rows, columns = problem.nx.stack(rows, 1), problem.nx.stack(columns, 1)
@@ -515,6 +526,88 @@ def _in_dtype(array: Any, dtype: Any) -> Any:
     if array.dtype == dtype:
         return array
     return array.to(dtype) if framework(array) == "torch" else array.astype(dtype)
+
+
+# Lazy solvers of samples
+
+
+def _lazily_routed(original: Callable[..., Any], wants_loss: bool) -> Callable[..., Any]:
+    """Take ``isLazy=True, method="flash"``. Without isLazy the host calls ``sinkhorn``, which knows the method."""
+    signature = inspect.signature(original)
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = bound.arguments.pop("kwargs", {})
+        if bound.arguments["isLazy"] and str(options.get("method")).lower() == "flash":
+            return _solve_samples(bound.arguments, options, wants_loss)
+        return original(*args, **kwargs)
+
+    return routed
+
+
+def _solve_samples(given: dict[str, Any], options: dict[str, Any], wants_loss: bool) -> Any:
+    """The host's lazy loop updates rows first, so columns are exact: the operation's loop with the sides exchanged."""
+    call = _exchanged(given, options)
+    _check_shapes(call.M.shape[::-1], call.b, call.a)
+    with _words_of_the_host(numItermax="numIterMax"):
+        problem = _asked_for(call)
+        run = _in_tens(call, problem)
+    if call.warn and not run.converged:
+        warnings.warn(NOT_CONVERGED, stacklevel=4)
+    potentials = _Potentials.of(problem, run.solution)
+    log_u, log_v = potentials.log_v, potentials.log_u
+    answer = (run.solution.linear_cost(),) if wants_loss else (log_u, log_v)
+    if call.log:
+        plan = _utils().LazyTensor(
+            problem.shape[::-1], _plan_block, M=_transposed(call.M), log_u=log_u, log_v=log_v, reg=problem.reg
+        )
+        log = {"err": run.errors, "u": log_u, "v": log_v, "niter": run.iterations - 1, "lazy_plan": plan}
+        answer = (*answer, log)
+    return answer[0] if len(answer) == 1 else answer
+
+
+def _exchanged(given: dict[str, Any], options: dict[str, Any]) -> _Call:
+    warmstart = given["warmstart"]
+    weights = ([] if given[name] is None else given[name] for name in "ab")
+    _, a, b = _utils().list_to_array(given["X_s"], *weights)
+    return _Call(
+        a=b,
+        b=a,
+        M=lazy_cost(given["X_t"], given["X_s"], given["metric"]),
+        reg=given["reg"],
+        method="flash",
+        numItermax=given["numIterMax"],
+        stopThr=given["stopThr"],
+        verbose=given["verbose"],
+        log=given["log"],
+        warn=given["warn"],
+        warmstart=None if warmstart is None else tuple(warmstart)[::-1],
+        wants_plan=False,
+        options={name: value for name, value in options.items() if name != "method"},
+    )
+
+
+def _in_tens(call: _Call, problem: _Problem) -> _Run:
+    """Ten iterations, a look at the L1 error, and so on: where the host looks."""
+    errors: list[Any] = []
+    solution, f, done = None, _start(call, problem), 0
+    while done < call.numItermax:
+        steps = min(10, call.numItermax - done)
+        solution = _solve(call, problem, f, steps, 0.0, norm="l1")
+        f, done = solution.f, done + steps
+        if steps < 10:
+            break
+        errors.append(problem.leave(solution.error))
+        if call.verbose and done % 100 == 0:
+            print(f"Error in marginal at iteration {done} = {errors[-1]}")
+        if errors[-1] <= call.stopThr:
+            return _Run(solution, done, True, errors)
+    return _Run(solution, done, False, errors)
+
+
+def _transposed(M: Any) -> Any:
+    return lazy_cost(M.Y, M.X, M.metric)
 
 
 # Lazy costs and plans

@@ -22,7 +22,7 @@ def flashot_register_adapters() -> list[AdapterSpec]:
     return [
         AdapterSpec(
             name="pot",
-            modules=("ot.bregman._sinkhorn", "ot.bregman"),
+            modules=("ot.bregman._sinkhorn", "ot.bregman._empirical", "ot.bregman"),
             target="flashot_backends.adapters.pot:adapt",
             distribution="POT",
             versions=">=0.9,<0.10",
