@@ -54,9 +54,10 @@ def _rebind_defaults(original: Any, wrapper: Any) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("pylate.losses."):
             for item in list(vars(module).values()):
-                defaults = getattr(getattr(item, "__init__", None), "__defaults__", None)
-                if isinstance(item, type) and defaults and any(value is original for value in defaults):
-                    item.__init__.__defaults__ = tuple(wrapper if value is original else value for value in defaults)
+                start: Any = vars(item).get("__init__") if isinstance(item, type) else None
+                defaults = getattr(start, "__defaults__", None) or ()
+                if any(value is original for value in defaults):
+                    start.__defaults__ = tuple(wrapper if value is original else value for value in defaults)
 
 
 # Which calls are ours
@@ -291,13 +292,13 @@ def _check(queries: Any, documents: Any) -> None:
                 raise NotApplicable(f"embeddings of {item.dtype} are not scored")
 
 
-_SCORES = {
+_SCORES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "colbert_scores": (_scores, SCORED),
     "colbert_scores_pairwise": (_pairwise, SCORED[:2]),
     "colbert_kd_scores": (_candidates, SCORED),
     "ColBERTScores.__call__": (_groups, ("self", *SCORED)),
 }
-_WRAPPERS = {
+_WRAPPERS: dict[str, dict[str, tuple[Callable[..., Any], tuple[str, ...]]]] = {
     "pylate.scores.colbert": _SCORES,
     "pylate.scores.scores": _SCORES,
     "pylate.scores.xtr": {"XTRScores.__call__": (_xtr, ("self", *SCORED))},

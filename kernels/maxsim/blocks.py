@@ -5,6 +5,8 @@ entries and dropped. The backward pass reads the recorded winners only: gradient
 destination in a fixed order, so it costs far less than the forward pass and is deterministic.
 """
 
+from typing import Any
+
 import torch
 
 from .layout import (
@@ -250,8 +252,8 @@ class _Backward:
 
     def run(self, for_queries, for_documents):
         q, d = (_rows(x) for x in (self.problem.queries, self.problem.documents))
-        to_q = torch.zeros(q.shape, dtype=self.kind, device=q.device) if for_queries else None
-        to_d = torch.zeros_like(d) if for_documents else None
+        to_q: Any = torch.zeros(q.shape, dtype=self.kind, device=q.device) if for_queries else None
+        to_d: Any = torch.zeros_like(d) if for_documents else None
         step = max(_budget(self.problem) // max(self.winners.shape[1], 1), 1)
         wide_q = q.to(self.kind) if for_documents else None
         for first in range(0, len(self.winners), step):

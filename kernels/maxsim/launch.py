@@ -1,5 +1,7 @@
 """Thin launches: what a kind of call compiles to is kept, and started without Triton's binding of arguments."""
 
+from typing import Any
+
 import torch
 import triton
 
@@ -10,11 +12,16 @@ KNOWN = ("3.5.", "3.6.")
 class Plan:
     """A launch but for its tensors: number of programs, the kernel's numbers and constants, and what else is told."""
 
+    shape: Any
+    parts: bool
+    winners: Any
+    index: Any
+
     def __init__(self, programs, numbers, constants, copies, **told):
         self.programs, self.numbers, self.constants, self.copies = programs, numbers, constants, copies
         self.__dict__.update(told)
-        self.ready = None  # started before, with aligned addresses, on self.device
-        self.device = None
+        self.ready: Any = None  # started before, with aligned addresses, on self.device
+        self.device: Any = None
 
 
 def start(kernel, plan, tensors):

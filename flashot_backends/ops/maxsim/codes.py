@@ -3,13 +3,18 @@
 Kernels read them as they are, or decode a block at a time; nothing is expanded as a whole. No gradients.
 """
 
+from typing import Any
+
 import torch
 
 
 class Coded:
     """Documents that can be indexed as a tensor of floats, ``(count, tokens, d)`` or ``(tokens, d)``, but are none."""
 
-    offsets = residuals = None
+    shape: Any
+    device: Any
+    offsets: Any = None
+    residuals: Any = None
     requires_grad = False
     is_nested = False
     dtype = torch.float32

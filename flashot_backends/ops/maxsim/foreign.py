@@ -19,9 +19,9 @@ def in_torch(function):
         if isinstance(first, torch.Tensor) or framework(first) not in OTHERS:
             return function(queries, documents, *args, **kwargs)
         queries, documents = _taken(queries, "queries"), _taken(documents, "documents")
-        args = [_taken(value, "an argument") for value in args]
+        taken = [_taken(value, "an argument") for value in args]
         kwargs = {name: _taken(value, name) for name, value in kwargs.items()}
-        return _given(function(queries, documents, *args, **kwargs), restorer(first))
+        return _given(function(queries, documents, *taken, **kwargs), restorer(first))
 
     return call
 

@@ -1,5 +1,7 @@
 """Contrastive loss of MaxSim scores, its gradients made block by block: no score matrix, no record of all winners."""
 
+from typing import Any
+
 import torch
 
 from .derivatives import kernel_for, score, transformed
@@ -88,7 +90,8 @@ class _Contrastive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries, documents, labels, problem, temperature, backend):
         kernel = kernel_for(problem, backend)
-        total = own = None
+        total: Any = None
+        own: Any = None
         for first, last, part in _blocks(problem):
             scores = kernel.forward(part, False)[0] / temperature
             sums = scores.logsumexp(1)
@@ -109,7 +112,9 @@ class _Contrastive(torch.autograd.Function):
         for_queries, for_documents = ctx.needs_input_grad[:2]
         wide = torch.promote_types(queries.dtype, torch.float32)
         to_queries = torch.zeros_like(queries, dtype=wide) if for_queries else None
-        to_documents = torch.empty_like(documents, memory_format=torch.contiguous_format) if for_documents else None
+        to_documents: Any = (
+            torch.empty_like(documents, memory_format=torch.contiguous_format) if for_documents else None
+        )
         for first, last, part in _blocks(problem):
             scores, winners = kernel.forward(part, True)
             slope = (scores / temperature - total[:, None]).exp()
