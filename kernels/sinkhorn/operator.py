@@ -7,6 +7,7 @@ rows; the transposed operator ``T`` works along columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -120,11 +121,12 @@ class Operator:
         return Sweep(f, after, torch.exp((g - after) / self.epsilon[:, None]))
 
     def iterate(
-        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str
+        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
+        inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...] | None:
         """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
 
-        Returns row and column potentials, iterations, error and whether it is below the tolerance, by batch element.
+        A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. Returns row and column potentials, iterations, error and whether it is below the tolerance, by batch element.
         """
         return None
 

@@ -1,49 +1,75 @@
-"""Triton on CUDA: the whole loop stays on the card, and no problem waits for the host between iterations.
+"""Triton on CUDA: the whole loop stays on the card, and no iteration waits for the host.
 
 Points with few coordinates go through direct differences, others through the matrix units in split float16 (see
 ``triton_kernels.py``); matrices are read as they lie. Potentials live in base 2 with everything that depends on one side
 alone folded in, u_i = (f_i − |x_i|²) log₂e/ε for points, so that the inner loop is a product, an addition and a 2^t.
+
+Problems whose scores fit into the card's registers are solved in one launch; others take two launches an iteration.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import os
+import shutil
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import blocks
-from .launch import launch_shape, processors, splits_for
+from .launch import INTERPRETED, launch, launch_shape, processors, splits_for
 from .operator import Cost, Operator, Weighted
 
 LOG2E = math.log2(math.e)
-LN2 = math.log(2)
-PAD = 256  # rows of prepared arrays come in multiples of this, so that no load inside a loop needs a mask
+PAD = 512  # rows of prepared arrays come in multiples of this, so that no load inside a loop needs a mask
 FMA_DIMENSIONS = 8
 CHUNK = 128  # coordinates held at once by the matrix units' path
-# The tile that a program keeps in registers, (rows, columns), and how many of them a multiprocessor holds.
-TILE, TILE_WARPS, TILE_REGISTERS, TILES_RESIDENT = (64, 128), 4, 128, 4
-LARGEST = 2.0**14  # a scaled coordinate, of 65504 that float16 can hold
+DOT, FMA, MATRIX = 0, 1, 2
+BLOCK = PAD  # rows of one program in kernels that only touch vectors
+
+
+class Tile(NamedTuple):
+    """The scores that one program keeps in registers, and how many such programs a multiprocessor holds."""
+
+    rows: int
+    columns: int
+    warps: int
+    resident: int
+
+
+NARROW, WIDE = Tile(64, 128, 4, 4), Tile(64, 256, 8, 2)
+REGISTERS = 128  # a thread may use where as many programs as promised above must be resident; else the compiler's choice
+MOST_TILES = 32  # along one side of a problem
 
 
 def applies(request: Any) -> str | None:
-    """Serve float32 and narrower points and matrices."""
+    """Serve float32 and narrower points and matrices, where Triton can build its launchers."""
     if request.dtype == torch.float64:
         return "it computes in float32, and the cost is float64"
-    return None
+    return None if INTERPRETED else _no_compiler()
+
+
+@functools.cache
+def _no_compiler() -> str | None:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    if any(name and shutil.which(name) for name in names):
+        return None
+    return "Triton needs a C compiler to build its launchers, and none of cc, gcc and clang is on the PATH"
 
 
 def operator(cost: Cost, epsilon: Tensor, precision: str = "high") -> Fused:
     """Prepare a batch of costs on their card."""
-    with torch.cuda.device(cost.first.device) if cost.first.is_cuda else _nowhere():
+    with on(cost.first.device):
         return Fused(cost, epsilon, precision)
 
 
-class _nowhere:  # noqa: N801 - a context that does nothing, for the interpreter
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+def on(device: torch.device) -> Any:
+    """Make the device the current one; nothing to do for the interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Side(NamedTuple):
@@ -51,34 +77,39 @@ class Side(NamedTuple):
 
     first: Tensor  # hi, coordinates, or the matrix
     second: Tensor  # lo, or the same again
-    half_norm: Tensor | None  # (B, padded): |x'|²/2
+    half_norm: Tensor  # (B, padded): |x'|²/2, or anything where there is no such thing
     count: int
-    padded: int
-    stride_batch: int
+    blocks: int  # of PAD rows
     stride: int  # of a row in a matrix
 
 
-class Fused(Operator):
-    """Costs prepared for the kernels: rows, columns, and the slope that makes a base-2 score of a product."""
+class Prepared(NamedTuple):
+    """Both sides of a batch; score = slope · product."""
 
-    def __init__(self, cost: Cost, epsilon: Tensor, precision: str = "high", sides: Any = None):
+    kind: int
+    width: int  # coordinates, padded for the matrix units
+    rows: Side
+    columns: Side
+    slopes: Tensor
+    flags: Tensor  # int32: bad coordinates of x, of y
+    batch_stride: int
+    variant: Any
+
+
+class Fused(Operator):
+    """Costs prepared for the kernels."""
+
+    def __init__(self, cost: Cost, epsilon: Tensor, precision: str = "high", prepared: Prepared | None = None):
         super().__init__(cost, epsilon)
         self.precision = precision
-        self.rows_side, self.columns_side, self.slope = sides or _sides(cost, self.exact_epsilon)
-        self.unit = (self.exact_epsilon * LN2).to(self.dtype)[:, None]
-        dimension = 0 if cost.x is None else cost.x.shape[-1]
-        self.kind = 2 if cost.x is None else 1 if dimension <= FMA_DIMENSIONS else 0
-        self.dimension = dimension if self.kind == 1 else self.rows_side.first.shape[-1] if self.kind == 0 else 1
-        chunk = min(CHUNK if self.dimension <= CHUNK else 64, self.dimension)
-        products = 1 if precision == "fast" else 3
-        self.constants = {"KIND": self.kind, "D": self.dimension, "CHUNK": chunk, "PRODUCTS": products}
+        self.prepared = prepared or prepare(cost, self.exact_epsilon)
         self._streamed: blocks.Blocks | None = None
 
     @property
     def T(self) -> Fused:  # noqa: N802
         """The operator that works along columns, sharing what was prepared."""
-        sides = (self.columns_side, self.rows_side, self.slope)
-        return Fused(self.cost.T, self.exact_epsilon, self.precision, sides)
+        turned = self.prepared._replace(rows=self.prepared.columns, columns=self.prepared.rows)
+        return Fused(self.cost.T, self.exact_epsilon, self.precision, turned)
 
     def select(self, index: Tensor) -> Fused:
         """The operator of some problems of the batch."""
@@ -86,30 +117,42 @@ class Fused(Operator):
 
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε), one pass."""
-        run = _Run(self)
-        run.set_column_bias(h * LOG2E)
-        run.rows(first=True)
-        return run.row_potential()
+        with on(self.device):
+            update = Update(self)
+            rows, columns = self.prepared.rows, self.prepared.columns
+            bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
+            norm = columns.half_norm[:, : columns.count] if self.prepared.kind == DOT else 0.0
+            torch.sub(h * LOG2E, norm, out=bias[:, : columns.count])
+            u, rest = self.new(2, self.batch, rows.blocks * PAD)
+            update(bias, u, u.zero_(), u, rest, rest, self.zeros(self.batch), True)
+            inner = u[:, : rows.count]
+            inner = inner + rows.half_norm[:, : rows.count] if self.prepared.kind == DOT else inner
+            return inner * (self.exact_epsilon * math.log(2)).float()[:, None]
 
     def iterate(
-        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str
+        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
+        inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...]:
         """Alternate until every problem's error is below the tolerance, looking at it on the card."""
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else _nowhere():
-            run = _Run(self, a, b)
-            run.start(torch.where(a > 0, f, 0.0))
-            if fits_registers(self):
-                run.resident(max_iterations, tolerance, check_every, norm)
-                return run.result(tolerance)
-            run.columns(0)
-            for iteration in range(1, max_iterations + 1):
-                run.rows(first=iteration == 1)
-                run.columns(iteration)
-                if (iteration - 1) % check_every == 0 or iteration == max_iterations:
-                    run.check(iteration, tolerance, norm)
-                    if tolerance > 0 and run.all_done():
-                        break
-            return run.result(tolerance)
+        with on(self.device):
+            loop = Loop(self, a, b, f)
+            tile = fitting_tile(self)
+            report = loop.report(inspect)
+            if tile is not None:
+                loop.resident(tile, max_iterations, tolerance, check_every, norm)
+                result = loop.finish(tolerance)
+                report()
+                return result
+            loop.alternate(max_iterations, tolerance, check_every, norm, report)
+            return loop.finish(tolerance)
+
+    def new(self, *shape: int) -> Tensor:
+        """An uninitialised float32 tensor."""
+        return torch.empty(shape, device=self.device)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeroed int32."""
+        return torch.zeros(shape, device=self.device, dtype=torch.int32)
 
     @property
     def streamed(self) -> blocks.Blocks:
@@ -130,205 +173,284 @@ class Fused(Operator):
         """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j)."""
         return self.streamed.weighted(s, t, alpha, gamma, u, v)
 
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """KIND, D, CHUNK, PRODUCTS, UNIT and ALIGN of the kernels."""
+        prepared, width = self.prepared, self.prepared.width
+        chunk = min(CHUNK if width <= CHUNK else 64, width)
+        return (prepared.kind, width, chunk, 1 if self.precision == "fast" else 3, *_alignment(prepared))
 
-def fits_registers(op: Fused) -> bool:
-    """Whether every tile of the batch can lie in some multiprocessor's registers at the same time."""
-    tiles = op.batch * math.prod(-(-count // size) for count, size in zip((op.rows, op.columns), TILE, strict=True))
-    if op.device.type != "cuda":
-        return tiles == op.batch  # the interpreter runs one program after another: they cannot meet
-    return tiles <= processors(op.device) * TILES_RESIDENT
+
+def _alignment(prepared: Prepared) -> tuple[int, int]:
+    """Which stride of a matrix is 1 (UNIT: 1 rows, 2 columns, 0 none), and what divides the other."""
+    if prepared.kind != MATRIX:
+        return 2, 1
+    matrix, rows, columns = prepared.rows.first, prepared.rows, prepared.columns
+    aligned = matrix.data_ptr() % 16 == 0
+    for unit, one, other in ((2, columns, rows), (1, rows, columns)):
+        if one.stride == 1 and aligned:
+            return unit, 8 if other.stride % 8 == 0 else 1
+    return 0, int(aligned)
 
 
-class _Run:
+class Update:
+    """An update of all row potentials, bound to an operator: only the vectors are given call by call."""
+
+    def __init__(self, op: Fused):
+        self.op, self.prepared = op, op.prepared
+        rows, columns = self.prepared.rows, self.prepared.columns
+        transposed = columns.stride != 1
+        shape = launch_shape(self.prepared.kind, self.prepared.width, op.batch * rows.count, op.device, transposed)
+        blocks_of_rows = -(-rows.count // shape.rows)
+        splits, tiles = splits_for(shape, blocks_of_rows * op.batch, columns.count, op.device)
+        self.grid = (blocks_of_rows * splits, op.batch)
+        self.parts = op.new(op.batch * blocks_of_rows * splits * 2 * shape.rows)
+        self.counters = op.zeros(op.batch * blocks_of_rows)
+        self.sizes = (
+            rows.count, columns.count, splits, tiles, rows.blocks, columns.blocks, self.prepared.batch_stride,
+            rows.stride, columns.stride,
+        )  # fmt: skip
+        self.constants = (*op.constants, shape.rows, shape.columns)
+        self.options = (("num_warps", shape.warps), ("num_stages", shape.stages))
+
+    def __call__(
+        self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor, done: Tensor,
+        first: bool,
+    ) -> None:
+        """Update from the columns' bias; ``first`` where there is no previous potential to stabilise with."""
+        from .triton_kernels import update
+
+        rows, columns, slopes = self.prepared.rows, self.prepared.columns, self.prepared.slopes
+        args = (
+            rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
+            self.parts, self.counters, done, slopes, *self.sizes,
+        )  # fmt: skip
+        launch(update, self.grid, args, (*self.constants, first), self.options, self.prepared.variant)
+
+
+class Loop:
     """One loop's state on the card: base-2 potentials, biases, partial sums and flags."""
 
-    def __init__(self, op: Fused, a: Tensor | None = None, b: Tensor | None = None):
-        self.op, self.a, self.b = op, a, b
-        rows, columns, batch = op.rows_side, op.columns_side, op.batch
-        new = lambda *shape, fill=0.0: torch.full(shape, fill, device=op.device, dtype=torch.float32)  # noqa: E731
-        self.u, self.row_ratio = torch.empty(2, batch, rows.padded, device=op.device)
-        self.row_bias, self.column_bias = new(batch, rows.padded, fill=-math.inf), new(batch, columns.padded, fill=-math.inf)
-        self.log_a = _padded(a, rows, self.row_bias)
-        self.active = torch.ones(batch, device=op.device, dtype=torch.int32)
-        self.row_launch = _launch(op, rows, columns)
-        if b is None:
-            return
-        self.log_b = _padded(b, columns, self.column_bias)
-        self.v = torch.empty(2, batch, columns.padded, device=op.device)
-        self.ratio = torch.empty(batch, columns.padded, device=op.device)
-        self.column_launch = _launch(op.T, columns, rows)
-        self.iterations = torch.zeros(batch, device=op.device, dtype=torch.int32)
-        self.error = torch.empty(batch, device=op.device)
-        self.last: Tensor | None = None
+    def __init__(self, op: Fused, a: Tensor, b: Tensor, f: Tensor):
+        self.op, self.prepared = op, op.prepared
+        self.b = b if b.stride(-1) == 1 else b.contiguous()
+        rows, columns, batch = self.prepared.rows, self.prepared.columns, op.batch
+        self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * PAD)
+        self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD)
+        self.done, self.iterations = op.zeros(2, batch)
+        self.masses = torch.zeros(batch, 2, device=op.device, dtype=torch.float64)
+        self.error = op.new(batch)
+        self._start(a if a.stride(-1) == 1 else a.contiguous(), f if f.stride(-1) == 1 else f.contiguous())
 
-    def set_column_bias(self, h: Tensor) -> None:
-        """Fold the columns' own terms into a base-2 h."""
-        side = self.op.columns_side
-        inner = self.column_bias[:, : side.count]
-        inner.copy_(h if side.half_norm is None else h - side.half_norm[:, : side.count])
+    def _start(self, a: Tensor, f: Tensor) -> None:
+        from .triton_kernels import start
 
-    def start(self, f: Tensor) -> None:
-        """Set out from the row potentials f."""
-        side = self.op.rows_side
-        u = f / self.op.unit
-        if side.half_norm is not None:
-            u = u - side.half_norm[:, : side.count]
-        self.row_bias[:, : side.count] = torch.where(self.a > 0, u + self.log_a[:, : side.count], -math.inf)
-
-    def rows(self, first: bool) -> None:
-        """Update the row potentials."""
-        self.row_launch(self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.row_ratio, self.active, first)
-
-    def columns(self, iteration: int) -> None:
-        """Update the column potentials into the other buffer, so that a problem that stops keeps those of its plan."""
-        before, after = self.v[iteration % 2], self.v[(iteration + 1) % 2]
-        first = iteration == 0
-        self.column_launch(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.active, first)
-
-    def resident(self, max_iterations: int, tolerance: float, check_every: int, norm: str) -> None:
-        """Run the whole loop in one launch. The column potentials end in both buffers' place of the last iteration."""
-        from .triton_kernels import resident
-
-        op, rows, columns = self.op, self.op.rows_side, self.op.columns_side
-        tiles_q, tiles_k = (-(-side.count // size) for side, size in ((rows, TILE[0]), (columns, TILE[1])))
-        new = lambda *shape: torch.empty(shape, device=op.device)  # noqa: E731
-        parts = new(op.batch, tiles_k, 2, rows.padded), new(op.batch, tiles_q, 2, columns.padded), new(op.batch, tiles_k)
-        counters = torch.zeros(op.batch, device=op.device, dtype=torch.int32)
-        together = {"launch_cooperative_grid": True} if op.device.type == "cuda" else {}
-        resident[(op.batch * tiles_q * tiles_k,)](
-            rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b, self.u,
-            self.v[0], self.iterations, self.error, *parts, counters, op.slope, rows.count, columns.count, tiles_q, tiles_k,
-            max_iterations, check_every, tolerance, rows.padded, columns.padded, rows.stride_batch, columns.stride_batch,
-            rows.stride, columns.stride, SQUARED=norm == "l2", BLOCK_M=TILE[0], BLOCK_N=TILE[1], num_warps=TILE_WARPS,
-            num_stages=2, maxnreg=TILE_REGISTERS, **op.constants, **together,
+        rows, columns, epsilon = self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
+        args = (
+            a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.masses,
+            self.prepared.flags, rows.count, columns.count, rows.blocks, columns.blocks, a.stride(0), self.b.stride(0),
+            f.stride(0), epsilon.stride(0),
         )  # fmt: skip
-        self.last = self.v[0]
+        variant = tuple(tensor.data_ptr() % 16 for tensor in (a, self.b, f, epsilon))
+        grid = (rows.blocks + columns.blocks, self.op.batch)
+        launch(start, grid, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
 
-    def check(self, iteration: int, tolerance: float, norm: str) -> None:
-        """Look at the marginal error on the card."""
+    def report(self, inspect: Callable[[dict[str, float]], None]) -> Callable[[], None]:
+        """Fetch what was seen of the values while the card goes on; the result hands it to ``inspect``.
+
+        While a CUDA graph is captured nothing can be fetched, and nothing is inspected.
+        """
+        prepared, batch = self.prepared, self.op.batch
+        if self.op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return lambda: None
+        found = [prepared.flags.double(), self.masses.reshape(-1), self.op.exact_epsilon.reshape(-1)]
+        if prepared.kind == MATRIX:
+            found.append(prepared.rows.first.amin().double().reshape(1))
+        host, ready = to_host(torch.cat(found))
+
+        def read() -> None:
+            if ready is not None:
+                ready.synchronize()
+            inspect(values_seen(host.tolist(), batch, prepared.kind == MATRIX))
+
+        return read
+
+    def alternate(
+        self, max_iterations: int, tolerance: float, check_every: int, norm: str, report: Callable[[], None]
+    ) -> None:
+        """Two launches an iteration, until all problems are done; the host looks one check behind the card."""
+        rows, columns, polled = Update(self.op), Update(self.op.T), None
+        columns(self.row_bias, self.v[1], self.log_b, self.v[1], self.column_bias, self.ratio, self.done, True)
+        for k in range(1, max_iterations + 1):
+            rows(self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, self.done, k == 1)
+            before, after = self.v[k % 2], self.v[(k + 1) % 2]
+            columns(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.done, False)
+            if k == 1:
+                report()
+            if (k - 1) % check_every == 0 or k == max_iterations:
+                self._check(k, tolerance, norm)
+                if polled is not None and polled():
+                    break
+                polled = self._poll() if tolerance > 0 else None
+        self.parity = True
+
+    def _check(self, iteration: int, tolerance: float, norm: str) -> None:
         from .triton_kernels import check
 
-        pad, m = self.op.columns_side.padded, self.op.columns_side.count
-        check[(self.op.batch,)](
-            self.ratio, self.b, self.active, self.iterations, self.error, iteration, tolerance, m, pad,
-            SQUARED=norm == "l2", BLOCK=1024,
+        columns = self.prepared.columns
+        args = (
+            self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.count, columns.blocks,
+            self.b.stride(0),
         )  # fmt: skip
+        launch(check, (self.op.batch, 1), args, (norm == "l2", 1024), (("num_warps", 4),), self.b.data_ptr() % 16)
 
-    def all_done(self) -> bool:
-        """Whether every problem has left the loop."""
-        return not bool(self.active.any())
+    def _poll(self) -> Callable[[], bool] | None:
+        """Ask whether all are done, to be answered later."""
+        if self.op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        host, ready = to_host(self.done)
 
-    def row_potential(self) -> Tensor:
-        """f, in the unit of the cost."""
-        return self._potential(self.u, self.op.rows_side)
+        def answer() -> bool:
+            if ready is not None:
+                ready.synchronize()
+            return bool(host.all())
 
-    def _potential(self, u: Tensor, side: Side) -> Tensor:
-        inner = u[:, : side.count]
-        return (inner if side.half_norm is None else inner + side.half_norm[:, : side.count]) * self.op.unit
+        return answer
 
-    def result(self, tolerance: float) -> tuple[Tensor, ...]:
+    def resident(self, tile: Tile, max_iterations: int, tolerance: float, check_every: int, norm: str) -> None:
+        """The whole loop in one launch."""
+        from .triton_kernels import resident
+
+        op, prepared = self.op, self.prepared
+        rows, columns = prepared.rows, prepared.columns
+        tiles_q, tiles_k = -(-rows.count // tile.rows), -(-columns.count // tile.columns)
+        row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
+        column_parts, error_parts = op.new(op.batch, tiles_q, columns.blocks * PAD), op.new(op.batch, tiles_k)
+        args = (
+            rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b, self.u,
+            self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, op.zeros(op.batch),
+            prepared.slopes, rows.count, columns.count, tiles_q, tiles_k, max_iterations, check_every, tolerance, rows.blocks,
+            columns.blocks, self.b.stride(0), prepared.batch_stride, rows.stride, columns.stride,
+        )  # fmt: skip
+        counts = tuple(8 if tiles <= 8 else MOST_TILES for tiles in (tiles_q, tiles_k))
+        constants = (*op.constants, tile.rows, tile.columns, *counts, norm == "l2")
+        options = [("num_warps", tile.warps), ("num_stages", 2)]
+        if not INTERPRETED:
+            options.append(("launch_cooperative_grid", True))
+            if op.batch * tiles_q * tiles_k > processors(op.device) * tile.resident // 2:
+                options.append(("maxnreg", REGISTERS))
+        variant = (prepared.variant, self.b.data_ptr() % 16)
+        launch(resident, (op.batch * tiles_q * tiles_k, 1), args, constants, tuple(options), variant)
+        self.parity = False
+
+    def finish(self, tolerance: float) -> tuple[Tensor, ...]:
         """Potentials, iterations, error and whether it is below the tolerance."""
-        v = self.last
-        if v is None:
-            v = torch.where((self.iterations % 2 == 1)[:, None], self.v[1], self.v[0])
-        g = self._potential(v, self.op.columns_side)
-        return self.row_potential(), g, self.iterations.long(), self.error, self.error < tolerance
+        from .triton_kernels import finish
 
-
-def _padded(weight: Tensor | None, side: Side, like: Tensor) -> Tensor:
-    """log₂ of the weights, −∞ without mass and beyond the last; zeros where there are no weights."""
-    if weight is None:
-        return torch.zeros_like(like)
-    out = torch.full_like(like, -math.inf)
-    torch.log2(weight, out=out[:, : side.count])
-    return out
-
-
-def _launch(op: Fused, rows: Side, columns: Side) -> Any:
-    """Bind everything about an update that stays the same; the rest is given call by call."""
-    from .triton_kernels import update
-
-    shape = launch_shape(op.kind, op.dimension, op.batch, rows.count, columns.count, op.device)
-    blocks_of_rows = -(-rows.count // shape.rows)
-    splits, tiles_each = splits_for(shape, blocks_of_rows * op.batch, columns.padded, op.device)
-    parts = torch.empty(op.batch * blocks_of_rows * splits * 2 * shape.rows, device=op.device)
-    counters = torch.zeros(op.batch * blocks_of_rows, device=op.device, dtype=torch.int32)
-    launcher = update[(blocks_of_rows * splits, op.batch)]
-
-    def run(bias, u_in, log_weight, u_out, bias_out, ratio, active, first) -> None:  # type: ignore[no-untyped-def]
-        launcher(
-            rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio, parts,
-            counters, active, op.slope, rows.count, columns.count, splits, tiles_each, rows.padded, columns.padded, rows.stride_batch,
-            columns.stride_batch, rows.stride, columns.stride,
-            BLOCK_M=shape.rows, BLOCK_N=shape.columns, FIRST=first, num_warps=shape.warps, num_stages=shape.stages,
-            **op.constants,
+        op, rows, columns, epsilon = self.op, self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
+        f, g = op.new(op.batch, rows.count), op.new(op.batch, columns.count)
+        iterations = torch.empty(op.batch, device=op.device, dtype=torch.int64)
+        converged = torch.empty(op.batch, device=op.device, dtype=torch.bool)
+        other = self.v[0].numel() if self.parity else 0
+        args = (
+            self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, self.error, f, g, iterations,
+            converged, rows.count, columns.count, rows.blocks, columns.blocks, other, epsilon.stride(0), tolerance,
         )  # fmt: skip
+        grid = (rows.blocks + columns.blocks, op.batch)
+        variant = epsilon.data_ptr() % 16
+        launch(finish, grid, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
+        return f, g, iterations, self.error, converged
 
-    return run
+
+def fitting_tile(op: Fused) -> Tile | None:
+    """The tile with which every score of the batch lies in some register at the same time, if there is one."""
+    for tile in (WIDE, NARROW) if op.columns <= WIDE.columns else (NARROW,):
+        along = -(-op.rows // tile.rows), -(-op.columns // tile.columns)
+        slots = processors(op.device) * tile.resident if op.device.type == "cuda" else 0
+        alone = along == (1, 1)  # programs need not meet: they may run one after another, as in the interpreter
+        if max(along) <= MOST_TILES and (op.batch * math.prod(along) <= slots or (alone and op.device.type == "cpu")):
+            return tile
+    return None
 
 
-def _sides(cost: Cost, epsilon: Tensor) -> tuple[Side, Side, Tensor]:
-    if cost.matrix is not None:
-        return _matrix_sides(cost.matrix, epsilon)
-    assert cost.x is not None and cost.y is not None
-    centre, extent = _centre_and_extent(cost.x, cost.y)
-    if cost.x.shape[-1] <= FMA_DIMENSIONS:
-        scale = (LOG2E / epsilon).sqrt()
-        slope = torch.ones_like(epsilon)
-        prepare = _prepare_fma
+def to_host(found: Tensor) -> tuple[Tensor, Any]:
+    """Copy to the host while the card goes on; the event tells when it is there."""
+    if found.device.type != "cuda":
+        return found.clone(), None
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    host.copy_(found, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready
+
+
+def values_seen(numbers: list[float], batch: int, matrix: bool) -> dict[str, float]:
+    """What the kernels saw of the values, under the names that the operation judges them by."""
+    flags, masses, epsilons = numbers[:4], numbers[4 : 4 + 2 * batch], numbers[4 + 2 * batch : 4 + 3 * batch]
+    pairs = list(zip(masses[::2], masses[1::2], strict=True))
+    nan = math.nan
+    seen = {"epsilon": min(epsilons)}
+    if matrix:
+        seen["M"] = numbers[-1]
     else:
-        scale = (2 * LOG2E / epsilon).sqrt()
-        shrink = torch.exp2((extent.double() * scale / LARGEST).log2().ceil().clamp(min=0))
-        scale, slope = scale / shrink, shrink**2
-        prepare = _prepare_dot
-    factors = torch.stack([scale, slope], -1).float()
-    x, y = (prepare(points, centre, factors) for points in (cost.x, cost.y))
-    return x, y, slope.float()
+        seen |= {"x": nan if flags[0] else 0.0, "y": nan if flags[1] else 0.0}
+    seen |= {"a": nan if flags[2] else 0.0, "b": nan if flags[3] else 0.0}
+    seen |= {"mass of a": min(first for first, _ in pairs), "mass of b": min(second for _, second in pairs)}
+    seen["mass"] = max(abs(second / first - 1) if first else nan for first, second in pairs)
+    return seen
 
 
-def _centre_and_extent(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The midpoint of the two means (B, d), and the largest distance from it along an axis (B,)."""
-    centre = (0.5 * (x.mean(1, dtype=torch.float64) + y.mean(1, dtype=torch.float64))).float()
-    extent = centre.new_zeros(centre.shape[0])
-    for points in (x, y):
-        low, high = torch.aminmax(points, dim=1)
-        extent = torch.maximum(extent, torch.maximum((high - centre), (centre - low)).amax(-1))
-    return centre.contiguous(), extent
+def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
+    """Both sides of a batch, centred, scaled and split."""
+    if cost.matrix is not None:
+        return _prepare_matrix(cost.matrix, epsilon)
+    from .triton_kernels import prepare as kernel
+
+    assert cost.x is not None and cost.y is not None
+    x, y = cost.x, cost.y
+    batch, d = x.shape[0], x.shape[-1]
+    kind = FMA if d <= FMA_DIMENSIONS else DOT
+    width = d if kind == FMA else padded_width(d)
+    rows, columns = (_empty_side(points, kind, width) for points in (x, y))
+    slopes = torch.empty(batch, device=x.device)
+    scratch = torch.zeros(4 + batch, dtype=torch.int32, device=x.device)
+    flags, extents = scratch[:4], scratch[4:].view(torch.float32)
+    block = 64 if kind == DOT else 256
+    grid = ((rows.blocks + columns.blocks) * (PAD // block), batch)
+    chunk = min(64, width) if kind == DOT else 1 << (d - 1).bit_length()
+    variant = (x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, epsilon.data_ptr() % 16)
+    for again in range(2 if kind == DOT else 1):
+        args = (
+            x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm, slopes,
+            extents, flags, rows.count, columns.count, rows.blocks, columns.blocks, d, again, *x.stride(), *y.stride(),
+            epsilon.stride(0),
+        )  # fmt: skip
+        launch(kernel, grid, args, (kind, width, chunk, block), (("num_warps", 4),), variant)
+    return Prepared(kind, width, rows, columns, slopes, flags, 0, kind)
 
 
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def padded_width(d: int) -> int:
+    """Coordinates as the matrix units take them: a power of two, or whole chunks."""
+    return max(16, 1 << (d - 1).bit_length()) if d <= CHUNK else -(-d // 64) * 64
 
 
-def _prepare_dot(points: Tensor, centre: Tensor, factors: Tensor) -> Side:
-    from .triton_kernels import prepare_dot
-
-    batch, n, d = points.shape
-    padded, width = _round_up(n, PAD), max(16, 1 << (d - 1).bit_length()) if d <= CHUNK else _round_up(d, 64)
-    high = torch.empty(batch, padded, width, dtype=torch.float16, device=points.device)
-    low, half_norm = torch.empty_like(high), torch.empty(batch, padded, device=points.device)
-    prepare_dot[(padded // 32, batch)](
-        points, centre, factors, high, low, half_norm, n, padded, d, *points.stride(),
-        D=width, CHUNK=min(width, 64), BLOCK=32,
-    )  # fmt: skip
-    return Side(high, low, half_norm, n, padded, padded * width, 0)
+def _empty_side(points: Tensor, kind: int, width: int) -> Side:
+    batch, count, _ = points.shape
+    blocks_of = -(-count // PAD)
+    if kind == FMA:
+        coordinates = torch.empty(batch, width, blocks_of * PAD, device=points.device)
+        return Side(coordinates, coordinates, coordinates, count, blocks_of, 1)
+    halves = torch.empty(2, batch, blocks_of * PAD, width, dtype=torch.float16, device=points.device)
+    norms = torch.empty(batch, blocks_of * PAD, device=points.device)
+    return Side(halves[0], halves[1], norms, count, blocks_of, 1)
 
 
-def _prepare_fma(points: Tensor, centre: Tensor, factors: Tensor) -> Side:
-    from .triton_kernels import prepare_fma
-
-    batch, n, d = points.shape
-    padded = _round_up(n, PAD)
-    out = torch.empty(batch, d, padded, device=points.device)
-    prepare_fma[(padded // PAD, batch)](points, centre, factors, out, n, padded, d, *points.stride(), BLOCK=PAD)
-    return Side(out, out, None, n, padded, d * padded, 0)
-
-
-def _matrix_sides(matrix: Tensor, epsilon: Tensor) -> tuple[Side, Side, Tensor]:
-    batch, n, m = matrix.shape
-    stride_batch, *strides = matrix.stride()
+def _prepare_matrix(matrix: Tensor, epsilon: Tensor) -> Prepared:
+    batch_stride, *strides = matrix.stride()
     rows, columns = (
-        Side(matrix, matrix, None, count, _round_up(count, PAD), stride_batch, stride)
-        for count, stride in zip((n, m), strides, strict=True)
+        Side(matrix, matrix, matrix, count, -(-count // PAD), stride)
+        for count, stride in zip(matrix.shape[1:], strides, strict=True)
     )
-    return rows, columns, (-LOG2E / epsilon).float()
+    slopes = (-LOG2E / epsilon).float()
+    flags = torch.zeros(4, dtype=torch.int32, device=matrix.device)
+    return Prepared(MATRIX, 1, rows, columns, slopes, flags, batch_stride, (MATRIX, matrix.dtype))

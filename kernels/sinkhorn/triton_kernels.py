@@ -10,8 +10,18 @@ An update is u_i = −log₂ Σ_j 2^(S_ij + bias_j) with bias_j = v_j + log₂ b
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+
+
+def kernel(function: Any) -> Any:
+    """Compile for any value of the declared numbers: nothing is assumed of what divides them, nothing is compiled again."""
+    numbers = [name for name, kind in function.__annotations__.items() if "constexpr" not in kind]
+    return triton.jit(function, do_not_specialize=numbers)
+
 
 DOT = tl.constexpr(0)
 FMA = tl.constexpr(1)
@@ -21,46 +31,159 @@ HUGE = tl.constexpr(2.0**90)
 TINY = tl.constexpr(2.0**-90)
 
 
-@triton.jit(do_not_specialize=["n", "d", "stride_b", "stride_n"])
-def prepare_dot(
-    x, centre, scale, high, low, half_norm, n, padded, d, stride_b, stride_n, stride_d,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+# Prepared arrays are padded to this many rows, so that no load inside a loop needs a mask.
+PAD = tl.constexpr(512)
+
+
+@triton.jit
+def middle(x, y, n, m, dims, inside, stride_x, stride_y, stride_dx, stride_dy):
+    """The midpoint of the means of up to 32 points a side, spread over the clouds: near the data, the same for everybody.
+
+    Any common shift leaves the costs alone; one near the points keeps the digits.
+    """
+    some = tl.arange(0, 32)
+    at_x = (some.to(tl.int64) * n) // 32
+    at_y = (some.to(tl.int64) * m) // 32
+    from_x = tl.load(x + at_x[:, None] * stride_x + dims[None, :] * stride_dx, mask=inside[None, :], other=0.0)
+    from_y = tl.load(y + at_y[:, None] * stride_y + dims[None, :] * stride_dy, mask=inside[None, :], other=0.0)
+    return (tl.sum(from_x.to(tl.float32), 0) + tl.sum(from_y.to(tl.float32), 0)) / 64
+
+
+@kernel
+def prepare(
+    x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32, again: tl.int32,
+    batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64,
+    batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64, stride_epsilon: tl.int64,
+    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Centre, scale and split points: (B, n, d) to two float16 arrays (B, padded, D), and |x'|²/2 of their sum."""
+    """Centre and scale the points of both sides: to two float16 arrays (B, padded, D) and |x'|²/2 (DOT), or to float32
+    coordinates (B, D, padded) (FMA).
+
+    A second launch (``again``) repeats the work with smaller numbers where one would not have fitted into float16; the
+    slope makes good for it.
+    """
     b = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    factor = tl.load(scale + 2 * b)
+    per: tl.constexpr = PAD // BLOCK
+    block = tl.program_id(0)
+    x += b * batch_x
+    y += b * batch_y
+    unit = tl.load(epsilon + b * stride_epsilon)
+    shrink = 1.0
+    if KIND == DOT:
+        scale = tl.sqrt(2.0 * 1.4426950408889634 / unit).to(tl.float32)
+        if again == 1:
+            extent = tl.load(extents + b)
+            if extent <= 16384.0:
+                return
+            shrink = tl.exp2(tl.ceil(tl.log2(extent / 16384.0)))
+    else:
+        scale = tl.sqrt(1.4426950408889634 / unit).to(tl.float32)
+    scale = scale / shrink
+    if block == 0:
+        tl.store(slopes + b, shrink * shrink)
+    is_q = block < blocks_q * per
+    own, count, padded, stride, stride_d = x, n, blocks_q * PAD, stride_x, stride_dx
+    out1, out2, norm = q1, q2, norm_q
+    if not is_q:
+        block -= blocks_q * per
+        own, count, padded, stride, stride_d = y, m, blocks_k * PAD, stride_y, stride_dy
+        out1, out2, norm = k1, k2, norm_k
+    rows = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    furthest = 0.0
+    bad = 0
     for start in range(0, D, CHUNK):
         dims = start + tl.arange(0, CHUNK)
-        inside = (rows[:, None] < n) & (dims[None, :] < d)
-        middle = tl.load(centre + b * d + dims, mask=dims < d, other=0.0)
-        where = b * stride_b + rows[:, None].to(tl.int64) * stride_n + dims[None, :].to(tl.int64) * stride_d
-        value = tl.load(x + where, mask=inside, other=0.0).to(tl.float32) - middle[None, :]
-        value = tl.where(inside, value * factor, 0.0)
-        hi = value.to(tl.float16)
-        lo = (value - hi.to(tl.float32)).to(tl.float16)
-        out = (b * padded + rows[:, None]) * D + dims[None, :]
-        tl.store(high + out, hi)
-        tl.store(low + out, lo)
-        both = hi.to(tl.float32) + lo.to(tl.float32)
-        total += tl.sum(both * both, 1)
-    tl.store(half_norm + b * padded + rows, 0.5 * total * tl.load(scale + 2 * b + 1))
+        centre = middle(x, y, n, m, dims, dims < d, stride_x, stride_y, stride_dx, stride_dy)
+        inside = (rows[:, None] < count) & (dims[None, :] < d)
+        where = rows[:, None].to(tl.int64) * stride + dims[None, :].to(tl.int64) * stride_d
+        value = tl.load(own + where, mask=inside, other=0.0).to(tl.float32)
+        finite = (value == value) & (tl.abs(value) < float("inf"))
+        bad += tl.sum(tl.sum((inside & (finite == 0)).to(tl.int32), 1), 0)
+        value = tl.where(inside, (value - centre[None, :]) * scale, 0.0)
+        if KIND == DOT:
+            furthest = tl.maximum(furthest, tl.max(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), 0))
+            hi = value.to(tl.float16)
+            lo = (value - hi.to(tl.float32)).to(tl.float16)
+            out = (b * padded + rows[:, None]) * D + dims[None, :]
+            tl.store(out1 + out, hi)
+            tl.store(out2 + out, lo)
+            both = hi.to(tl.float32) + lo.to(tl.float32)
+            total += tl.sum(both * both, 1)
+        else:
+            out = (b * D + dims[None, :]) * padded + rows[:, None]
+            tl.store(out1 + out, value, mask=dims[None, :] < D)
+    if KIND == DOT:
+        tl.store(norm + b * padded + rows, 0.5 * total * shrink * shrink)
+        if again == 0:
+            if furthest > 16384.0:
+                tl.atomic_max(extents + b, furthest)
+    if bad > 0:
+        tl.atomic_max(flags + tl.where(is_q, 0, 1), 1)
 
 
-@triton.jit(do_not_specialize=["n", "d", "stride_b", "stride_n"])
-def prepare_fma(
-    x, centre, scale, out, n, padded, d, stride_b, stride_n, stride_d, BLOCK: tl.constexpr,
+@kernel
+def start(
+    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, masses, flags,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64,
+    batch_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Centre and scale points: (B, n, d) to float32 coordinates (B, d, padded)."""
+    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases; masses and bad weights."""
     b = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    factor = tl.load(scale + 2 * b)
-    for k in range(d):
-        middle = tl.load(centre + b * d + k)
-        value = tl.load(x + b * stride_b + rows.to(tl.int64) * stride_n + k * stride_d, mask=rows < n, other=0.0)
-        value = tl.where(rows < n, (value.to(tl.float32) - middle) * factor, 0.0)
-        tl.store(out + (b * d + k) * padded + rows, value)
+    block = tl.program_id(0)
+    if block < blocks_q:
+        rows = block * BLOCK + tl.arange(0, BLOCK)
+        weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
+        unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+        u = tl.load(f + b * batch_f + rows, mask=rows < n, other=0.0) / unit
+        at = b * blocks_q * PAD + rows
+        if NORMS:
+            u -= tl.load(norm_q + at)
+        log_weight = tl.log2(weight)
+        tl.store(log_a + at, log_weight)
+        tl.store(row_bias + at, tl.where(weight > 0, u + log_weight, float("-inf")))
+    else:
+        rows = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
+        weight = tl.load(b_weight + b * batch_b + rows, mask=rows < m, other=0.0)
+        at = b * blocks_k * PAD + rows
+        tl.store(log_b + at, tl.log2(weight))
+        tl.store(column_bias + at, tl.full([BLOCK], float("-inf"), tl.float32))
+    side = tl.where(block < blocks_q, 0, 1)
+    tl.atomic_add(masses + 2 * b + side, tl.sum(weight.to(tl.float64), 0))
+    sound = (weight >= 0) & (weight < float("inf"))
+    if tl.min(sound.to(tl.int32), 0) == 0:
+        tl.atomic_max(flags + 2 + side, 1)
+
+
+@kernel
+def finish(
+    u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64, stride_epsilon: tl.int64,
+    tolerance: tl.float32, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations."""
+    b = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+    ran = tl.load(iterations + b)
+    if block < blocks_q:
+        rows = block * BLOCK + tl.arange(0, BLOCK)
+        at = b * blocks_q * PAD + rows
+        value = tl.load(u + at, mask=rows < n)
+        if NORMS:
+            value += tl.load(norm_q + at)
+        tl.store(f_out + b * n + rows, value * unit, mask=rows < n)
+    else:
+        rows = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
+        at = b * blocks_k * PAD + rows
+        value = tl.load(v + (ran % 2) * other + at, mask=rows < m)
+        if NORMS:
+            value += tl.load(norm_k + at)
+        tl.store(g_out + b * m + rows, value * unit, mask=rows < m)
+    if block == 0:
+        tl.store(iterations_out + b, ran.to(tl.int64))
+        tl.store(converged + b, tl.load(error + b) < tolerance)
 
 
 @triton.jit
@@ -193,6 +316,26 @@ def row_sums(
 
 
 @triton.jit
+def of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, KIND: tl.constexpr, D: tl.constexpr):
+    """Where the b-th problem's rows and columns begin."""
+    if KIND == MATRIX:
+        return q1 + b * batch, q2, k1, k2
+    else:
+        return q1 + b * pad_q * D, q2 + b * pad_q * D, k1 + b * pad_k * D, k2 + b * pad_k * D
+
+
+@triton.jit
+def known_strides(stride_q, stride_k, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+    """Tell the compiler what is known of a matrix' strides: which one is 1, and what divides the other."""
+    if UNIT == 1:
+        return 1, tl.multiple_of(stride_k, ALIGN)
+    elif UNIT == 2:
+        return tl.multiple_of(stride_q, ALIGN), 1
+    else:
+        return stride_q, stride_k
+
+
+@triton.jit
 def merge(top, total, other_top, other_total):
     """Add two sums that are taken around different tops."""
     higher = tl.maximum(tl.where(total > 0, top, float("-inf")), tl.where(other_total > 0, other_top, float("-inf")))
@@ -202,24 +345,24 @@ def merge(top, total, other_top, other_total):
     return pivot, first + second
 
 
-@triton.jit(do_not_specialize=["n", "m", "splits", "tiles_each"])
+@kernel
 def update(
-    q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, active, slopes,
-    n, m, splits, tiles_each, pad_q, pad_k, batch_q, batch_k, stride_q, stride_k,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr,
+    q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes,
+    n: tl.int32, m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
+    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr,
 ):
     """One update of every row potential, the columns split over programs; the last program of a block of rows merges."""
     b = tl.program_id(1).to(tl.int64)
-    if tl.load(active + b) == 0:
+    if tl.load(done + b) != 0:
         return
+    pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     blocks = tl.num_programs(0) // splits
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q1 += b * batch_q
-    q2 += b * batch_q
-    k1 += b * batch_k
-    k2 += b * batch_k
+    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, KIND, D)
+    stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
     bias += b * pad_k
     at = b * pad_q + rows
     slope = tl.load(slopes + b)
@@ -227,7 +370,8 @@ def update(
     if not FIRST:
         u = tl.where(rows < n, tl.load(u_in + at), float("-inf"))
     first = split * tiles_each * BLOCK_N
-    last = tl.minimum(first + tiles_each * BLOCK_N, pad_k)
+    every_column = tl.cdiv(m, BLOCK_N) * BLOCK_N
+    last = tl.minimum(first + tiles_each * BLOCK_N, every_column)
     top, total = row_sums(
         q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k,
         KIND, D, CHUNK, PRODUCTS, BLOCK_N, FIRST,
@@ -253,7 +397,7 @@ def update(
         sound = (total > TINY) & (total < HUGE)
         if tl.min(tl.where(rows < n, sound.to(tl.int32), 1), 0) == 0:
             top, total = row_sums(
-                q1, q2, k1, k2, bias, u, rows, n, m, 0, pad_k, slope, stride_q, stride_k, pad_q, pad_k,
+                q1, q2, k1, k2, bias, u, rows, n, m, 0, every_column, slope, stride_q, stride_k, pad_q, pad_k,
                 KIND, D, CHUNK, PRODUCTS, BLOCK_N, True,
             )
     after = -(top + tl.log2(total))
@@ -264,19 +408,20 @@ def update(
         tl.store(ratio_out + at, tl.exp2(u - after), mask=rows < n)
 
 
-@triton.jit(do_not_specialize=["iteration", "tolerance", "m"])
+@kernel
 def check(
-    ratio, weight, active, iterations, error, iteration, tolerance, m, pad, SQUARED: tl.constexpr, BLOCK: tl.constexpr,
+    ratio, weight, done, iterations, error, iteration: tl.int32, tolerance: tl.float32, m: tl.int32, blocks_k: tl.int32,
+    batch_weight: tl.int64, SQUARED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop."""
     b = tl.program_id(0).to(tl.int64)
-    if tl.load(active + b) == 0:
+    if tl.load(done + b) != 0:
         return
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, m, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        mass = tl.load(weight + b * m + cols, mask=cols < m, other=0.0)
-        violation = mass * (tl.load(ratio + b * pad + cols, mask=cols < m, other=1.0) - 1.0)
+        mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
+        violation = mass * (tl.load(ratio + b * blocks_k * PAD + cols, mask=cols < m, other=1.0) - 1.0)
         violation = tl.where(mass > 0, violation, 0.0).to(tl.float64)
         total += violation * violation if SQUARED else tl.abs(violation)
     found = tl.sum(total, 0)
@@ -285,7 +430,7 @@ def check(
     tl.store(error + b, found.to(tl.float32))
     tl.store(iterations + b, iteration)
     if found < tolerance:
-        tl.store(active + b, 0)
+        tl.store(done + b, 1)
 
 
 @triton.jit
@@ -294,44 +439,49 @@ def meet(counter, target):
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel") + 1
     while arrived < target:
-        arrived = tl.atomic_add(counter, 0, sem="acquire")
+        arrived = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
     tl.debug_barrier()
 
 
 @triton.jit
-def around_maximum(t, AXIS: tl.constexpr):
-    """(top, total) with Σ 2^t = total 2^top along an axis."""
+def log_sum(t, AXIS: tl.constexpr):
+    """log₂ Σ 2^t along an axis, around the maximum."""
     top = tl.max(t, AXIS)
     pivot = tl.where(top == float("-inf"), 0.0, top)
     if AXIS == 1:
-        return pivot, tl.sum(tl.exp2(t - pivot[:, None]), 1)
-    return pivot, tl.sum(tl.exp2(t - pivot[None, :]), 0)
+        total = tl.sum(tl.exp2(t - pivot[:, None]), 1)
+    else:
+        total = tl.sum(tl.exp2(t - pivot[None, :]), 0)
+    return pivot + tl.log2(total)
 
 
 @triton.jit
-def gather(parts, count, lanes, pad):
-    """Merge the partial sums that ``count`` programs left for the same rows."""
-    top = tl.load(parts + lanes, cache_modifier=".cg")
-    total = tl.load(parts + pad + lanes, cache_modifier=".cg")
-    for k in range(1, count):
-        other_top = tl.load(parts + 2 * k * pad + lanes, cache_modifier=".cg")
-        other_total = tl.load(parts + (2 * k + 1) * pad + lanes, cache_modifier=".cg")
-        top, total = merge(top, total, other_top, other_total)
-    return top, total
+def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.constexpr):
+    """Add up, in base-2 logarithms, what the ``count`` programs that share some rows (or columns) have found."""
+    tl.store(parts + part * pad + lanes, own)
+    meet(counter, target)
+    which = tl.arange(0, COUNT)
+    there = which[:, None] < count
+    found = tl.load(parts + which[:, None] * pad + lanes[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
+    return log_sum(found, 0)
 
 
-@triton.jit(do_not_specialize=["n", "m", "tiles_q", "tiles_k", "max_iterations", "check_every", "tolerance"])
+@kernel
 def resident(
     q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts, error_parts,
-    counters, slopes, n, m, tiles_q, tiles_k, max_iterations, check_every, tolerance, pad_q, pad_k, batch_q, batch_k,
-    stride_q, stride_k,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SQUARED: tl.constexpr,
+    counters, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32,
+    check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
+    batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
+    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr,
+    SQUARED: tl.constexpr,
 ):
     """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to the last.
 
-    The programs of a problem meet twice an iteration, to add up partial row sums and partial column sums. All programs
-    must run at the same time.
+    The programs of a problem meet at most twice an iteration, to add up partial row sums and partial column sums. All
+    programs must run at the same time. Sums are exchanged relative to the previous potentials, so that no digits go.
     """
     group = tiles_q * tiles_k
     b = (tl.program_id(0) // group).to(tl.int64)
@@ -339,10 +489,8 @@ def resident(
     tile_q, tile_k = tile // tiles_k, tile % tiles_k
     rows = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    q1 += b * batch_q
-    q2 += b * batch_q
-    k1 += b * batch_k
-    k2 += b * batch_k
+    pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, KIND, D)
     slope = tl.load(slopes + b)
     if KIND == DOT:
         scores = dot_tile(q1, q2, k1, k2, rows, cols, D, CHUNK, PRODUCTS) * slope
@@ -354,24 +502,18 @@ def resident(
             k1, cols, pad_k, D,
         )
     else:
+        stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
         where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
         cost = tl.load(q1 + where, mask=(rows[:, None] < n) & (cols[None, :] < m), other=0.0)
         scores = cost.to(tl.float32) * slope
     a = tl.load(log_a + b * pad_q + rows)
     c = tl.load(log_b + b * pad_k + cols)
-    mass = tl.load(weight + b * m + cols, mask=cols < m, other=0.0)
-    own_rows = row_parts + (b * tiles_k + tile_k) * 2 * pad_q + rows
-    all_rows = row_parts + b * tiles_k * 2 * pad_q
-    own_columns = column_parts + (b * tiles_q + tile_q) * 2 * pad_k + cols
-    all_columns = column_parts + b * tiles_q * 2 * pad_k
+    row_parts += b * tiles_k * pad_q
+    column_parts += b * tiles_q * pad_k
     counter = counters + b
     met = group
-    top, total = around_maximum(scores + tl.load(row_bias + b * pad_q + rows)[:, None], 0)
-    tl.store(own_columns, top)
-    tl.store(own_columns + pad_k, total)
-    meet(counter, met)
-    top, total = gather(all_columns, tiles_q, cols, pad_k)
-    v = -(top + tl.log2(total))
+    own = log_sum(scores + tl.load(row_bias + b * pad_q + rows)[:, None], 0)
+    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT_Q)
     u = tl.zeros([BLOCK_M], tl.float32)
     found = 0.0
     iteration = 0
@@ -379,22 +521,18 @@ def resident(
     while going == 1:
         iteration += 1
         bias = tl.where(c == float("-inf"), c, c + v)
-        top, total = around_maximum(scores + bias[None, :], 1)
-        tl.store(own_rows, top)
-        tl.store(own_rows + pad_q, total)
-        met += group
-        meet(counter, met)
-        top, total = gather(all_rows, tiles_k, rows, pad_q)
-        u = -(top + tl.log2(total))
+        change = log_sum(scores + bias[None, :], 1) + u
+        if tiles_k > 1:
+            met += group
+            change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, counter, met, COUNT_K)
+        u -= change
         bias_q = tl.where(a == float("-inf"), a, a + u)
-        top, total = around_maximum(scores + bias_q[:, None], 0)
-        tl.store(own_columns, top)
-        tl.store(own_columns + pad_k, total)
         met += group
-        meet(counter, met)
-        top, total = gather(all_columns, tiles_q, cols, pad_k)
+        own = log_sum(scores + bias_q[:, None], 0) + v
+        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT_Q)
         if ((iteration - 1) % check_every == 0) | (iteration == max_iterations):
-            violation = tl.where(mass > 0, mass * (total * tl.exp2(top + v) - 1.0), 0.0)
+            mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
+            violation = tl.where(mass > 0, mass * (tl.exp2(change) - 1.0), 0.0)
             part = tl.sum(violation * violation if SQUARED else tl.abs(violation), 0)
             if tile_q == 0:
                 tl.store(error_parts + b * tiles_k + tile_k, part)
@@ -408,7 +546,7 @@ def resident(
             if (found < tolerance) | (iteration == max_iterations):
                 going = 0
         if going == 1:
-            v = -(top + tl.log2(total))
+            v -= change
     if tile_k == 0:
         tl.store(u_out + b * pad_q + rows, u, mask=rows < n)
     if tile_q == 0:

@@ -69,9 +69,6 @@ def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control) ->
 
     Elements of the batch that have converged leave it; the others go on.
     """
-    whole = operator.iterate(a, b, f, *control)
-    if whole is not None:
-        return State(*whole)
     log_a, log_b = log_weights(a), log_weights(b)
     f = torch.where(a > 0, f, 0.0)
     out = _blank(operator)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import solver
-from .problem import check_values
+from .problem import check_values, inspect_values
 
 
 def plain(tensors: Iterable[Any]) -> bool:
@@ -134,10 +135,14 @@ def solve(
     tolerance: float, check_every: int, norm: str, metric: str, precision: str, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Potentials, iterations, marginal error, and whether it is below the tolerance, by batch element."""
-    check_values(x, y, a, b, epsilon)
+    values = (x, y, a, b, epsilon)
     operator = _operator(x, y, epsilon, metric, precision, backend)
     control = solver.Control(max_iterations, tolerance, check_every, norm)
-    return tuple(solver.iterate(operator, a, b, f, control))  # type: ignore[return-value]
+    whole = operator.iterate(a, b, f, *control, partial(inspect_values, *values))
+    if whole is None:
+        check_values(*values)
+        whole = solver.iterate(operator, a, b, f, control)
+    return tuple(whole)  # type: ignore[return-value]
 
 
 @solve.fake
