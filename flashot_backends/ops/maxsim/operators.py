@@ -127,8 +127,9 @@ def _one_by_one(operator):
     return rule
 
 
-torch.library.register_vmap(maxsim_operator, _one_by_one(maxsim_operator))
-torch.library.register_vmap(gradients_operator, _one_by_one(gradients_operator))
+if hasattr(torch.library, "register_vmap"):  # torch 2.5
+    for _operator in (maxsim_operator, gradients_operator):
+        torch.library.register_vmap(_operator, _one_by_one(_operator))
 
 
 class _Score(torch.autograd.Function):
