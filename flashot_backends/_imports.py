@@ -41,7 +41,7 @@ class _Finder:
             spec = finder.find_spec(fullname, path, target) if finder is not self else None
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader)
+                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 

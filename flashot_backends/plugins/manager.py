@@ -106,11 +106,8 @@ def _load() -> Registry:
     finally:
         del _loading.registry
     with _lock:
-        first = _registry is None
-        if first:
-            _registry = mine
-        kept = _registry
-    for message in mine.problems if first else ():
+        kept = _registry = mine if _registry is None else _registry
+    for message in mine.problems if kept is mine else ():
         _warn(message)
     return kept
 

@@ -11,6 +11,7 @@ import pytest
 from tests.core.conftest import ROOT, Python
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("torch", reason="the operation that the plugin extends needs torch")
 
 
 def pip(*arguments):

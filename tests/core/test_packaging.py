@@ -128,6 +128,7 @@ def test_imports_go_one_way(staged):
         ("ops/sinkhorn/problem.py", "import flashot_backends.adapters.pot"),
         ("kernels/sinkhorn/reference.py", "from flashot_backends.ops import sinkhorn"),
         ("kernels/sinkhorn/reference.py", "from flashot_backends import dispatch"),
+        ("kernels/sinkhorn/reference.py", "import flashot_backends.kernels.maxsim.reference"),
         ("dispatch.py", "from flashot_backends.kernels.sinkhorn import reference"),
         ("dispatch.py", "from flashot_backends.ops import sinkhorn"),
     ],
