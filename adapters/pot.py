@@ -51,7 +51,7 @@ def adapt(module: Any, host: Any) -> None:
 
 
 def _defines(module: Any, name: str) -> bool:
-    return getattr(getattr(module, name, None), "__module__", None) == module.__name__
+    return bool(getattr(getattr(module, name, None), "__module__", None) == module.__name__)
 
 
 def lazy_cost(X: Any, Y: Any, metric: str = "sqeuclidean") -> Any:
@@ -362,7 +362,7 @@ def _answer(call: _Call, problem: _Problem) -> Any:
         warnings.warn(NOT_CONVERGED, stacklevel=4)
     potentials = _Potentials.of(problem, run.solution)
     if problem.histograms or not call.wants_plan:
-        result = _in_dtype(problem.leave(run.solution.linear_cost()), problem.dtype)
+        result = _loss(problem, run.solution)
     else:
         result = _plan(call, problem, run.solution, potentials)
     return (result, _log_of(call, problem, run, potentials)) if call.log else result
@@ -492,6 +492,10 @@ class _Potentials:
         return cls((log_a[:, None] if problem.histograms else log_a) + f / problem.reg, log_b + g / problem.reg)
 
 
+def _loss(problem: _Problem, solution: Any) -> Any:
+    return _in_dtype(problem.leave(solution.linear_cost()), problem.dtype)
+
+
 def _plan(call: _Call, problem: _Problem, solution: Any, potentials: _Potentials) -> Any:
     if not _is_lazy(call.M):
         return _in_dtype(problem.leave(solution.plan()), problem.dtype)
@@ -557,7 +561,7 @@ def _solve_samples(given: dict[str, Any], options: dict[str, Any], wants_loss: b
         warnings.warn(NOT_CONVERGED, stacklevel=4)
     potentials = _Potentials.of(problem, run.solution)
     log_u, log_v = potentials.log_v, potentials.log_u
-    answer = (run.solution.linear_cost(),) if wants_loss else (log_u, log_v)
+    answer = (_loss(problem, run.solution),) if wants_loss else (log_u, log_v)
     if call.log:
         plan = _utils().LazyTensor(
             problem.shape[::-1], _plan_block, M=_transposed(call.M), log_u=log_u, log_v=log_v, reg=problem.reg

@@ -132,8 +132,10 @@ def test_numpy_through_another_device(pot, problem, monkeypatch):
         losses = pot.sinkhorn2(problem.a, problem.b[:, None], problem.M, problem.reg, method="flash")
         lazy = adapter.lazy_cost(problem.X, problem.Y)
         block = pot.sinkhorn(problem.a, problem.b, lazy, problem.reg, method="flash")[:2]
+        loss = pot.bregman.empirical_sinkhorn2(problem.X, problem.Y, problem.reg, isLazy=True, method="flash")
     assert moved
     assert {type(x) for x in (plan, log["log_u"], losses, block)} == {np.ndarray}
+    assert type(loss) is np.float64
     np.testing.assert_allclose(plan, expected, rtol=1e-10)
     np.testing.assert_allclose(block, expected[:2], rtol=1e-6)
 
