@@ -20,6 +20,7 @@ from .layout import (
 )
 
 BLOCK = {"cpu": 1 << 20, "other": 1 << 26}  # similarities alive at a time
+SMALL = 1 << 17  # similarities of a problem whose time goes into the number of calls
 
 
 def applies(request) -> str | None:
@@ -235,7 +236,36 @@ def _floor(problem, items, length):
 def backward(problem, winners, gradient, for_queries, for_documents):
     """Gradients of the weighted scores at the recorded winners: for queries and for documents (None: not wanted)."""
     with _wide(problem), torch.no_grad():
+        if _is_small(problem):
+            return _dense_backward(problem, winners, gradient, for_queries, for_documents)
         return _Backward(problem, winners, gradient).run(for_queries, for_documents)
+
+
+def _is_small(problem):
+    q, d = problem.queries, problem.documents
+    padded = q.dim() == d.dim() == 3 and not problem.set_size
+    return padded and q.shape[0] * q.shape[1] * d.shape[0] * d.shape[1] <= SMALL
+
+
+def _dense_backward(problem, winners, gradient, for_queries, for_documents):
+    """Small problems: the weight of every pair of tokens, nearly all of them zero, in two products."""
+    q, d = (_counting_rows(problem, side) for side in ("queries", "documents"))
+    documents, length = problem.documents.shape[:2]
+    weights = q.new_zeros(documents, len(q), length + 1)  # the last place takes what chose nothing
+    places = winners.flatten(1).long().clamp(max=length)
+    each = gradient.T.to(q.dtype).repeat_interleave(problem.longest_query, 1)
+    weights = weights.scatter_(2, places[..., None], each[..., None])[..., :length]
+    weights = weights.transpose(0, 1).reshape(len(q), documents * length)
+    return (
+        (weights @ d).to(problem.queries.dtype).view(problem.queries.shape) if for_queries else None,
+        (weights.T @ q).to(problem.documents.dtype).view(problem.documents.shape) if for_documents else None,
+    )
+
+
+def _counting_rows(problem, side):
+    """All tokens, zeros where masked: what hides there, infinities included, must not meet a weight of zero."""
+    rows, mask = _rows(getattr(problem, side)).to(score_dtype(problem)), getattr(problem, side + "_mask")
+    return rows if mask is None else rows.masked_fill(~mask.reshape(-1, 1), 0.0)
 
 
 class _Backward:

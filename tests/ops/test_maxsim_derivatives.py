@@ -10,9 +10,12 @@ from flashot_backends.ops.maxsim import maxsim  # noqa: E402
 from .maxsim_cases import mask, plain, ragged, tokens  # noqa: E402
 
 
-@pytest.fixture(params=["reference", "torch"])
-def kernel(request):
-    return request.param
+@pytest.fixture(params=["reference", "torch", "torch, as if large"])
+def kernel(request, monkeypatch):
+    name, _, large = request.param.partition(",")
+    if large:
+        monkeypatch.setattr("flashot_backends.kernels.maxsim.blocks.SMALL", 0)
+    return name
 
 
 def gradients(function, *inputs, seed=7):
@@ -166,3 +169,13 @@ def test_func_hessian():
         torch.func.jacrev(torch.func.grad(lambda a, f=f: f(a, x).square().sum()))(q) for f in (maxsim, plain)
     )
     torch.testing.assert_close(mine, theirs)
+
+
+def test_what_masks_hide_stays_hidden(kernel):
+    q, x = tokens(2, 3, 4), tokens(3, 5, 4)
+    dm, qm = torch.ones(3, 5, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)
+    dm[0, 3:] = qm[1, 2] = False
+    expected = gradients(lambda a, b: maxsim(a, b, qm, dm, backend=kernel), q, x)
+    x[0, 3], x[0, 4], q[1, 2] = torch.nan, torch.inf, torch.nan
+    found = gradients(lambda a, b: maxsim(a, b, qm, dm, backend=kernel), q, x)
+    torch.testing.assert_close(found, expected)
