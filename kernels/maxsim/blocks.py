@@ -33,7 +33,7 @@ def _budget(problem):
 
 
 def _wide(problem):
-    """Our float32 products are the caller's request: neither autocast nor a reduced matmul mode may narrow them."""
+    """The caller chose the dtype (autocast was followed before); our own float32 products are not to be narrowed."""
     return torch.autocast(problem.queries.device.type, enabled=False)
 
 
