@@ -553,7 +553,7 @@ def _lazily_routed(original: Callable[..., Any], wants_loss: bool) -> Callable[.
 def _solve_samples(given: dict[str, Any], options: dict[str, Any], wants_loss: bool) -> Any:
     """The host's lazy loop updates rows first, so columns are exact: the operation's loop with the sides exchanged."""
     call = _exchanged(given, options)
-    _check_shapes(call.M.shape[::-1], call.b, call.a)
+    _check_shapes(call.M.shape[::-1], *(np.asarray(w) if isinstance(w, list) else w for w in (call.b, call.a)))
     with _words_of_the_host(numItermax="numIterMax"):
         problem = _asked_for(call)
         run = _in_tens(call, problem)
@@ -573,8 +573,7 @@ def _solve_samples(given: dict[str, Any], options: dict[str, Any], wants_loss: b
 
 def _exchanged(given: dict[str, Any], options: dict[str, Any]) -> _Call:
     warmstart = given["warmstart"]
-    weights = ([] if given[name] is None else given[name] for name in "ab")
-    _, a, b = _utils().list_to_array(given["X_s"], *weights)
+    a, b = ([] if given[name] is None else given[name] for name in "ab")
     return _Call(
         a=b,
         b=a,

@@ -118,6 +118,7 @@ def test_inputs_are_left_alone(pot, problem):
         np.testing.assert_array_equal(array, copy)
 
 
+@pytest.mark.usefixtures("lazy_tensors")
 def test_numpy_through_another_device(pot, problem, monkeypatch):
     """The plumbing of numpy_device, with the processor in the role of the card."""
     pytest.importorskip("torch")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 REG = 0.05
+pytestmark = pytest.mark.usefixtures("lazy_tensors")
 
 
 @pytest.fixture

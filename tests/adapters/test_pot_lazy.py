@@ -8,11 +8,7 @@ import pytest
 
 from flashot_backends.adapters.pot import lazy_cost
 
-
-@pytest.fixture(autouse=True)
-def _new_enough():
-    if not hasattr(pytest.importorskip("ot").utils, "LazyTensor"):
-        pytest.skip("POT is older than 0.9.2")
+pytestmark = pytest.mark.usefixtures("lazy_tensors")
 
 
 def test_it_is_a_lazy_tensor_of_the_host(pot, problem):

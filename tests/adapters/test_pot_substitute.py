@@ -115,6 +115,7 @@ def test_a_kernel_named_in_the_settings_must_exist(pot, problem):
         pot.sinkhorn(problem.a, problem.b, problem.M, problem.reg)
 
 
+@pytest.mark.usefixtures("lazy_tensors")
 def test_a_lazy_cost_needs_no_method_then(pot, problem):
     from flashot_backends.adapters.pot import lazy_cost
 
