@@ -8,11 +8,14 @@ _KERNELS = "flashot_backends.kernels"
 @hookimpl
 def flashot_register_kernels() -> list[KernelSpec]:
     """Return the kernels that ship with this package."""
-    torch = frozenset({"torch"})
+    torch, cuda, triton = frozenset({"torch"}), frozenset({"cuda"}), ("triton",)
     return [
-        KernelSpec("sinkhorn", "triton", f"{_KERNELS}.sinkhorn.triton", torch, frozenset({"cuda"}), ("triton",), 20),
+        KernelSpec("sinkhorn", "triton", f"{_KERNELS}.sinkhorn.triton", torch, cuda, triton, 20),
         KernelSpec("sinkhorn", "torch", f"{_KERNELS}.sinkhorn.blocks", torch, priority=10),
         KernelSpec("sinkhorn", "reference", f"{_KERNELS}.sinkhorn.reference", torch, priority=0),
+        KernelSpec("maxsim", "triton", f"{_KERNELS}.maxsim.triton", torch, cuda, triton, 20),
+        KernelSpec("maxsim", "torch", f"{_KERNELS}.maxsim.blocks", torch, priority=10),
+        KernelSpec("maxsim", "reference", f"{_KERNELS}.maxsim.reference", torch, priority=0),
     ]
 
 
@@ -26,5 +29,18 @@ def flashot_register_adapters() -> list[AdapterSpec]:
             target="flashot_backends.adapters.pot:adapt",
             distribution="POT",
             versions=">=0.9,<0.10",
+        ),
+        AdapterSpec(
+            name="pylate",
+            modules=(
+                "pylate.scores.colbert",
+                "pylate.scores.scores",
+                "pylate.scores.xtr",
+                "pylate.rank.rank",
+                "pylate.indexes.stanford_nlp.modeling.colbert",
+            ),
+            target="flashot_backends.adapters.pylate:adapt",
+            distribution="pylate",
+            versions=">=1.3,<1.7",
         ),
     ]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operator import Cost, Operator, Sweep, Weighted, scaling
+from .operator import FLOORS, Cost, Operator, Softmin, Sweep, Weighted, scaling
 
 # Elements of a strip: about a CPU's second-level cache, or enough to fill a card.
 STRIP_CPU = 1 << 18
@@ -27,6 +27,8 @@ STRIP_DEVICE = 1 << 25
 SAFE = {torch.float64: (1e-200, 1e200), torch.float32: (1e-20, 1e20)}
 # Below this exponent of two float32 is denormal: no part of a safe sum, and many times slower in products.
 DENORMAL = -126.0
+# Up to this many coordinates, distances come from direct differences.
+DIRECT_DIMENSIONS = 8
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
@@ -38,7 +40,12 @@ def applies(request: Any) -> str | None:
 
 def operator(cost: Cost, epsilon: Tensor, precision: str = "high") -> Blocks:
     """Prepare a batch of costs. Nothing is narrowed, whatever the precision."""
-    return Matrix(cost, epsilon) if cost.matrix is not None else Points(cost, epsilon)
+    if cost.matrix is not None:
+        return Matrix(cost, epsilon)
+    return Points(cost, epsilon) if cost.metric == "sqeuclidean" else Distances(cost, epsilon)
+
+
+Terms = tuple[Any, ...]
 
 
 class Strip(NamedTuple):
@@ -55,11 +62,18 @@ class Blocks(Operator):
         """C/ε on a strip, (b, r, m)."""
         raise NotImplementedError
 
-    def terms(self, r: Tensor | None, t: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What ``exponents`` needs of r (B, n) and t (B, m), computed once for all strips."""
+    def costs(self, strip: Strip) -> Tensor:
+        """C on a strip, (b, r, m)."""
+        return self.scaled(strip).mul_(self.epsilon[strip.batch, None, None])
+
+    def terms(self, r: Tensor | None, t: Tensor) -> Terms:
+        """What ``exponents`` needs of r (B, n) and t (B, m), computed once for all strips.
+
+        The first tells of the rows, the others of the columns, which are their last axis.
+        """
         raise NotImplementedError
 
-    def exponents(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> Tensor:
+    def exponents(self, strip: Strip, terms: Terms) -> Tensor:
         """(r_i + t_j − C_ij/ε) log₂ e on a strip, in a fresh buffer that the caller may overwrite."""
         raise NotImplementedError
 
@@ -96,6 +110,46 @@ class Blocks(Operator):
                 out[strip] = log2_sum_exp2(self.exponents(strip, terms))
         return out.mul_(-LN_2 * self.epsilon[:, None])
 
+    def both(self, log_a: Tensor, log_b: Tensor, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and columns from one exponential per pair, e_ij = exp((f_i + g_j − C_ij)/ε)."""
+        scaled_f, scaled_g = f / self.epsilon[:, None], g / self.epsilon[:, None]
+        terms, a, b = self.terms(scaled_f, scaled_g), log_a.exp(), log_b.exp()
+        rows = self.zeros(self.batch, self.rows)
+        columns = torch.zeros(self.batch, self.columns, dtype=torch.float64, device=self.device)
+        with exact_products(self.device):
+            for strip in self.strips():
+                e = exp2(self.exponents(strip, terms))
+                rows[strip] = torch.matmul(e, b[strip.batch, :, None])[:, :, 0]
+                columns[strip.batch] += torch.matmul(a[strip][:, None, :], e)[:, 0]
+        columns = columns.to(self.dtype)
+        if not (safe(rows) and safe(columns)):
+            return super().both(log_a, log_b, f, g)
+        return f - self.epsilon[:, None] * rows.log(), g - self.epsilon[:, None] * columns.log()
+
+    def with_itself(self, log_a: Tensor, f: Tensor) -> Tensor:
+        """One exponential for (i, j) and (j, i): the costs are symmetric."""
+        scaled_f = f / self.epsilon[:, None]
+        first, *others = self.terms(scaled_f, scaled_f)
+        a = log_a.exp()
+        total = torch.zeros(self.batch, self.rows, dtype=torch.float64, device=self.device)
+        with exact_products(self.device):
+            for strip in self.strips():
+                start, height = strip.rows.start, strip.rows.stop - strip.rows.start
+                e = exp2(self.exponents(strip, (first, *(part[..., start:] for part in others))))
+                total[strip] += torch.matmul(e, a[strip.batch, start:, None])[:, :, 0]
+                below = torch.matmul(a[strip][:, None, :], e[:, :, height:])[:, 0]
+                total[strip.batch, start + height :] += below
+        total = total.to(self.dtype)
+        return f - self.epsilon[:, None] * total.log() if safe(total) else super().with_itself(log_a, f)
+
+    def cost_product(self, values: Tensor) -> Tensor:
+        """C V, strip by strip."""
+        out = self.zeros(self.batch, self.rows, values.shape[-1])
+        with exact_products(self.device):
+            for strip in self.strips():
+                out[strip] = self.costs(strip) @ values[strip.batch].to(self.dtype)
+        return out
+
     def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
         """Update rows and columns with one exponential per pair."""
         t = scaling(log_b, g, self.epsilon)
@@ -118,7 +172,7 @@ class Blocks(Operator):
         ratio = torch.where(massless, 1.0, marginal * torch.exp(-log_b.double())).to(self.dtype)
         return Sweep(f, self._columns(log_a, log_b, f, g, ratio), ratio)
 
-    def _around_maximum(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _around_maximum(self, strip: Strip, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
         """e_ij, its row sums and the row offset in them: minus the maximum of the row."""
         exponents = self.exponents(strip, terms)
         top = finite(exponents.amax(-1))
@@ -189,11 +243,11 @@ class Matrix(Blocks):
         """C/ε, read once."""
         return self._rows(strip) / self.epsilon[strip.batch, None, None]
 
-    def terms(self, r: Tensor | None, t: Tensor) -> tuple[Tensor | None, Tensor]:
+    def terms(self, r: Tensor | None, t: Tensor) -> Terms:
         """Both in base 2, along their axis."""
         return (None if r is None else r[:, :, None] * LOG2_E), t[:, None, :] * LOG2_E
 
-    def exponents(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> Tensor:
+    def exponents(self, strip: Strip, terms: Terms) -> Tensor:
         """(r_i + t_j − C_ij/ε) log₂ e with one read of M."""
         r, t = terms
         slope = (LOG2_E / self.epsilon[strip.batch])[:, None, None]
@@ -219,6 +273,10 @@ class Points(Blocks):
         self.scaled_x, self.scaled_y = self.x * scale, self.y * scale
         self.norm_x, self.norm_y = half_square(self.scaled_x), half_square(self.scaled_y)
 
+    def at(self, epsilon: Tensor) -> Points:
+        """The same points under another ε."""
+        return Points(self.cost, epsilon, (self.x, self.y))
+
     @property
     def T(self) -> Points:  # noqa: N802
         """The operator that works along columns."""
@@ -233,10 +291,10 @@ class Points(Blocks):
         return self.exponents(strip, self._cost_terms).clamp_(max=0).mul_(-LN_2)
 
     @functools.cached_property
-    def _cost_terms(self) -> tuple[Tensor | None, Tensor]:
+    def _cost_terms(self) -> Terms:
         return self.terms(None, self.zeros(self.batch, self.columns))
 
-    def terms(self, r: Tensor | None, t: Tensor) -> tuple[Tensor | None, Tensor]:
+    def terms(self, r: Tensor | None, t: Tensor) -> Terms:
         """Rows (x̂_i, r'_i, 1) and columns (ŷ_j, 1, t'_j) whose products are the exponents.
 
         With x̂ = x √(2 log₂ e / ε) and r'_i = r_i log₂ e − |x̂_i|²/2, and the same for y: −C_ij log₂ e / ε =
@@ -248,16 +306,119 @@ class Points(Blocks):
         right = torch.cat([self.scaled_y, torch.ones_like(t)[:, :, None], t[:, :, None]], -1)
         return left, right.transpose(-1, -2).contiguous()
 
-    def exponents(self, strip: Strip, terms: tuple[Tensor | None, Tensor]) -> Tensor:
+    def exponents(self, strip: Strip, terms: Terms) -> Tensor:
         """(r_i + t_j − C_ij/ε) log₂ e, one product of d + 2 terms."""
         left, right = terms
         return torch.bmm(left[strip], right[strip.batch])  # type: ignore[index]
+
+    def softmin_slope(self, h: Tensor) -> Softmin:
+        """Each row's softmin and 2 (x_i − Σ_j p_ij y_j), in one pass."""
+        value, mean_y, terms = self.zeros(self.batch, self.rows), torch.empty_like(self.x), self.terms(None, h)
+        with exact_products(self.device):
+            for strip in self.strips():
+                e, top, total = around_maximum(self.exponents(strip, terms))
+                value[strip] = top + total.log2()
+                mean_y[strip] = torch.bmm(e, self.y[strip.batch]) / total[:, :, None]
+        return Softmin(value.mul_(-LN_2 * self.epsilon[:, None]), 2 * (self.x - mean_y))
 
     def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
         """∂C/∂x_i = 2 (x_i − y_j), and the opposite for y."""
         x, y = self.x[strip], self.y[strip.batch]
         totals[0][strip] = 2 * (x * weights.sum(-1)[:, :, None] - weights @ y)
         totals[1][strip.batch] += 2 * (y * weights.sum(-2)[:, :, None] - weights.transpose(-1, -2) @ x)
+
+
+class Distances(Blocks):
+    """Distances of points: direct differences of few coordinates, else products in float64, which cancel harmlessly."""
+
+    def __init__(self, cost: Cost, epsilon: Tensor, centred: tuple[Tensor, Tensor] | None = None):
+        super().__init__(cost, epsilon)
+        direct = cost.first.shape[-1] <= DIRECT_DIMENSIONS
+        self.x, self.y = centred or centre(cost, self.dtype if direct else torch.float64)
+        self.floor, self.direct = FLOORS[cost.metric], direct
+        self.coordinates = self.y.transpose(-1, -2).contiguous()
+
+    def at(self, epsilon: Tensor) -> Distances:
+        """The same points under another ε."""
+        return Distances(self.cost, epsilon, (self.x, self.y))
+
+    @property
+    def T(self) -> Distances:  # noqa: N802
+        """The operator that works along columns."""
+        return Distances(self.cost.T, self.exact_epsilon, (self.y, self.x))
+
+    def select(self, index: Tensor) -> Distances:
+        """The operator of some problems of the batch."""
+        return Distances(self.cost.select(index), self.exact_epsilon[index], (self.x[index], self.y[index]))
+
+    def costs(self, strip: Strip) -> Tensor:
+        """|x_i − y_j|, at least the floor."""
+        return self._lengths(strip, self.coordinates)
+
+    def scaled(self, strip: Strip) -> Tensor:
+        """C/ε."""
+        return self.costs(strip).div_(self.epsilon[strip.batch, None, None])
+
+    def terms(self, r: Tensor | None, t: Tensor) -> Terms:
+        """r and t in base 2, and the columns' coordinates (B, d, m)."""
+        return (None if r is None else r[:, :, None] * LOG2_E), t[:, None, :] * LOG2_E, self.coordinates
+
+    def exponents(self, strip: Strip, terms: Terms) -> Tensor:
+        """(r_i + t_j − C_ij/ε) log₂ e."""
+        r, t, coordinates = terms
+        slope = (-LOG2_E / self.epsilon[strip.batch])[:, None, None]
+        out = self._lengths(strip, coordinates).mul_(slope).add_(t[strip.batch])
+        return out if r is None else out.add_(r[strip])
+
+    def _lengths(self, strip: Strip, coordinates: Tensor) -> Tensor:
+        x, columns = self.x[strip], coordinates[strip.batch]
+        if self.direct:
+            squares = torch.zeros(*x.shape[:2], columns.shape[-1], dtype=self.dtype, device=self.device)
+            for k in range(x.shape[-1]):
+                difference = x[:, :, k, None] - columns[:, None, k]
+                squares.addcmul_(difference, difference)
+        else:
+            squares = torch.baddbmm(columns.square().sum(1)[:, None, :], x, columns, alpha=-2)
+            squares.add_(x.square().sum(-1)[:, :, None]).clamp_(min=0)
+        return squares.sqrt_().clamp_(min=self.floor).to(self.dtype)
+
+    def softmin_slope(self, h: Tensor) -> Softmin:
+        """Each row's softmin and Σ_j p_ij (x_i − y_j)/C_ij, in one pass."""
+        value, slope, terms = self.zeros(self.batch, self.rows), torch.empty_like(self.x), self.terms(None, h)
+        for strip in self.strips():
+            e, top, total = around_maximum(self.exponents(strip, terms))
+            value[strip] = top + total.log2()
+            slope[strip] = self._towards(strip, self._per_length(strip, e)) / total[:, :, None]
+        return Softmin(value.mul_(-LN_2 * self.epsilon[:, None]), slope.to(self.dtype))
+
+    def _per_length(self, strip: Strip, weights: Tensor) -> Tensor:
+        """W/C, zero where the floor holds."""
+        lengths = self.costs(strip)
+        return torch.where(lengths > self.floor, weights / lengths, 0.0)
+
+    def _towards(self, strip: Strip, weights: Tensor) -> Tensor:
+        """Σ_j W_ij (x_i − y_j)."""
+        x, columns = self.x[strip], self.coordinates[strip.batch]
+        if self.direct:
+            differences = ((x[:, :, k, None] - columns[:, None, k]).mul_(weights).sum(-1) for k in range(x.shape[-1]))
+            return torch.stack(list(differences), -1) if x.shape[-1] else torch.zeros_like(x)
+        weights = weights.to(x.dtype)
+        return x * weights.sum(-1)[:, :, None] - weights @ self.y[strip.batch]
+
+    def _away(self, strip: Strip, weights: Tensor) -> Tensor:
+        """Σ_i W_ij (y_j − x_i)."""
+        x, columns = self.x[strip], self.coordinates[strip.batch]
+        if self.direct:
+            differences = ((columns[:, None, k] - x[:, :, k, None]).mul_(weights).sum(-2) for k in range(x.shape[-1]))
+            return torch.stack(list(differences), -1) if x.shape[-1] else torch.zeros_like(self.y[strip.batch])
+        weights = weights.to(x.dtype)
+        return self.y[strip.batch] * weights.sum(-2)[:, :, None] - weights.transpose(-1, -2) @ x
+
+    def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
+        """∂C/∂x_i = (x_i − y_j)/C, and the opposite for y; nothing where the floor holds."""
+        weights = self._per_length(strip, weights)
+        totals[0][strip] = self._towards(strip, weights).to(self.dtype)
+        totals[1][strip.batch] += self._away(strip, weights).to(self.dtype)
 
 
 def centre(cost: Cost, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -289,8 +450,15 @@ def log2_sum_exp2(exponents: Tensor) -> Tensor:
     """log₂ Σ_j 2^exponents, overwriting them; −inf for a row of −inf."""
     if exponents.shape[-1] == 0:
         return exponents.new_full(exponents.shape[:-1], -torch.inf)
+    _, top, total = around_maximum(exponents)
+    return total.log2_().add_(top)
+
+
+def around_maximum(exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """2^(exponents − top), overwriting them, with each row's top and the row sums."""
     top = finite(exponents.amax(-1, keepdim=True))
-    return exp2(exponents.sub_(top)).sum(-1).log2_().add_(top[..., 0])
+    e = exp2(exponents.sub_(top))
+    return e, top[..., 0], e.sum(-1)
 
 
 def finite(values: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +94,7 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
 
 
 _started: dict[Any, Any] = {}
+_recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches", default=None)
 
 
 def launch(
@@ -103,6 +107,10 @@ def launch(
     """
     key = (kernel, torch.cuda.current_device() if not INTERPRETED else None, constants, options, variant)
     started = _started.get(key)
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append((kernel, args, constants, options))
+        return
     if started is None:
         started = kernel[grid](*args, *constants, **dict(options))
         if not INTERPRETED and _thin():
@@ -110,6 +118,30 @@ def launch(
         return
     stream = torch._C._cuda_getCurrentRawStream(key[1])
     started.run(grid[0], grid[1], 1, stream, started.function, started.packed_metadata, None, None, None, *args, *constants)
+
+
+def compile_together(work: Callable[[], Any]) -> None:
+    """Go through ``work`` without starting anything, then compile all the kernels it would start, side by side.
+
+    Most of compiling is spent in the assembler and in the C compiler that builds the launcher: other processes.
+    """
+    calls: list[Any] = []
+    token = _recorded.set(calls)
+    try:
+        work()
+    finally:
+        _recorded.reset(token)
+    device = torch.cuda.current_device()
+    distinct = {(kernel, constants, options): args for kernel, args, constants, options in calls}
+
+    def build(item: Any) -> None:
+        (kernel, constants, options), args = item
+        torch.cuda.set_device(device)
+        compiled = kernel.warmup(*args, *constants, grid=(1,), **dict(options))
+        getattr(compiled, "_init_handles", lambda: None)()
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(build, distinct.items()))
 
 
 @functools.cache

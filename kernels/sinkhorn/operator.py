@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 
+# The least distance between two points: what a metric's square root is kept away from zero by.
+FLOORS = {"euclidean": 0.0, "clamped": 1e-4}
+
+
 class Cost(NamedTuple):
-    """A batch of costs as tensors: points (B, n, d) and (B, m, d), or a matrix (B, n, m)."""
+    """A batch of costs as tensors: points (B, n, d) and (B, m, d), or a matrix (B, n, m).
+
+    Metrics of points: "sqeuclidean" |x − y|²; "euclidean" |x − y|, without gradient where points meet; "clamped"
+    max(|x − y|, 1e-4), without gradient below.
+    """
 
     x: Tensor | None
     y: Tensor | None
@@ -64,6 +72,13 @@ class Pullback(NamedTuple):
     epsilon: Tensor | None
 
 
+class Softmin(NamedTuple):
+    """A softmin (B, n), and its derivative by each row's own point (B, n, d) where asked for."""
+
+    value: Tensor
+    slope: Tensor | None
+
+
 class Weighted(NamedTuple):
     """Reductions of W_ij = P_ij w_ij: Σ W ∂C by the cost's tensors, row sums and column sums."""
 
@@ -92,6 +107,10 @@ class Operator:
         """The operator of some problems of the batch."""
         return type(self)(self.cost.select(index), self.exact_epsilon[index])
 
+    def at(self, epsilon: Tensor) -> Operator:
+        """The same costs under another ε (B,)."""
+        return type(self)(self.cost, epsilon)
+
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε): (B, m) to (B, n)."""
         raise NotImplementedError
@@ -109,6 +128,25 @@ class Operator:
             inner = (grad * self.cost_apply(s, h)).sum(-1)
             by_epsilon = ((out * grad).sum(-1) - inner) / self.epsilon
         return Pullback(by_cost, -self.epsilon[:, None] * columns, by_epsilon)
+
+    def softmin_slope(self, h: Tensor) -> Softmin:
+        """A softmin with its derivative by the rows' points, Σ_j p_ij ∂C_ij/∂x_i with p_ij ∝ exp(h_j − C_ij/ε)."""
+        value = self.softmin(h)
+        found = self.weighted(value / self.epsilon[:, None], h, alpha=torch.ones_like(value))
+        return Softmin(value, found.cost[0])
+
+    def both(self, log_a: Tensor, log_b: Tensor, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Row potentials that follow from g, and column potentials that follow from f, both from what is given."""
+        rows = self.softmin(scaling(log_b, g, self.epsilon))
+        return rows, self.T.softmin(scaling(log_a, f, self.epsilon))
+
+    def with_itself(self, log_a: Tensor, f: Tensor) -> Tensor:
+        """Row potentials that follow from f where columns are the rows again: a cloud against itself."""
+        return self.softmin(scaling(log_a, f, self.epsilon))
+
+    def cost_product(self, values: Tensor) -> Tensor:
+        """C V: values (B, m, k) to (B, n, k)."""
+        raise NotImplementedError
 
     def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
         """Update the rows from g, then the columns; ``f`` is the previous row potential, a hint at most.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operator import Cost, Operator, Weighted
+from .operator import FLOORS, Cost, Operator, Weighted
 
 
 def applies(request: Any) -> str | None:
@@ -33,7 +33,8 @@ class Reference(Operator):
         if self.cost.matrix is not None:
             return self.cost.matrix.to(self.dtype)
         x, y = self.cost.x.to(self.dtype), self.cost.y.to(self.dtype)  # type: ignore[union-attr]
-        return ((x[:, :, None] - y[:, None]) ** 2).sum(-1)
+        squares = ((x[:, :, None] - y[:, None]) ** 2).sum(-1)
+        return squares if self.cost.metric == "sqeuclidean" else squares.sqrt().clamp(min=FLOORS[self.cost.metric])
 
     def scaled(self) -> Tensor:
         """C/ε."""
@@ -50,6 +51,10 @@ class Reference(Operator):
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V."""
         return self.plan(s, t) @ values.to(self.dtype)
+
+    def cost_product(self, values: Tensor) -> Tensor:
+        """C V."""
+        return self.matrix() @ values.to(self.dtype)
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C²."""
@@ -78,5 +83,10 @@ class Reference(Operator):
             return (weights,)
         x, y = self.cost.x.to(self.dtype), self.cost.y.to(self.dtype)  # type: ignore[union-attr]
         difference = x[:, :, None] - y[:, None]
-        pulled = 2 * weights[..., None] * difference
+        if self.cost.metric == "sqeuclidean":
+            pulled = 2 * weights[..., None] * difference
+        else:
+            length = (difference**2).sum(-1).sqrt()
+            apart = length > FLOORS[self.cost.metric]
+            pulled = torch.where(apart, weights / torch.where(apart, length, 1), 0.0)[..., None] * difference
         return pulled.sum(2), -pulled.sum(1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import blocks
-from .launch import INTERPRETED, launch, launch_shape, processors, splits_for
+from .launch import INTERPRETED, compile_together, launch, launch_shape, processors, splits_for
 from .operator import Cost, Operator, Weighted
 
 LOG2E = math.log2(math.e)
@@ -64,7 +64,31 @@ def _no_compiler() -> str | None:
 def operator(cost: Cost, epsilon: Tensor, precision: str = "high") -> Fused:
     """Prepare a batch of costs on their card."""
     with on(cost.first.device):
+        if not INTERPRETED:
+            _get_ready(cost, epsilon, precision)
         return Fused(cost, epsilon, precision)
+
+
+_ready: set[Any] = set()
+
+
+def _get_ready(cost: Cost, epsilon: Tensor, precision: str) -> None:
+    """Before the first problem of a kind, compile every kernel that it will take, side by side."""
+    batch, n, m = cost.size
+    width = 0 if cost.x is None else cost.x.shape[-1]
+    large = batch * n * m > 1 << 22
+    kind = (torch.cuda.current_device(), cost.first.dtype, min(padded_width(width), 2 * CHUNK), width <= FMA_DIMENSIONS and width)
+    key = (*kind, precision, large)
+    if key in _ready or torch.cuda.is_current_stream_capturing():
+        return
+
+    def work() -> None:
+        op = Fused(cost, epsilon, precision)
+        a, b = torch.ones(batch, n, device=op.device), torch.ones(batch, m, device=op.device)
+        op.iterate(a, b, torch.zeros_like(a), 2, 0.0, 1, "l1", lambda seen: None)
+
+    compile_together(work)
+    _ready.add(key)
 
 
 def on(device: torch.device) -> Any:
@@ -175,14 +199,14 @@ class Fused(Operator):
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """KIND, D, CHUNK, PRODUCTS, UNIT and ALIGN of the kernels."""
+        """KIND, D (0 where the width is only known at run time), CHUNK, PRODUCTS, UNIT and ALIGN of the kernels."""
         prepared, width = self.prepared, self.prepared.width
-        chunk = min(CHUNK if width <= CHUNK else 64, width)
-        return (prepared.kind, width, chunk, 1 if self.precision == "fast" else 3, *_alignment(prepared))
+        held, chunk = (width, width) if width <= CHUNK else (0, 64)
+        return (prepared.kind, held, chunk, 1 if self.precision == "fast" else 3, *_alignment(prepared))
 
 
 def _alignment(prepared: Prepared) -> tuple[int, int]:
-    """Which stride of a matrix is 1 (UNIT: 1 rows, 2 columns, 0 none), and what divides the other."""
+    """Which stride of a matrix is 1 (UNIT: 1 rows, 2 columns, 0 none), and what the other is counted in (ALIGN)."""
     if prepared.kind != MATRIX:
         return 2, 1
     matrix, rows, columns = prepared.rows.first, prepared.rows, prepared.columns
@@ -191,6 +215,13 @@ def _alignment(prepared: Prepared) -> tuple[int, int]:
         if one.stride == 1 and aligned:
             return unit, 8 if other.stride % 8 == 0 else 1
     return 0, int(aligned)
+
+
+def _strides(prepared: Prepared) -> tuple[int, int]:
+    """The strides of rows and columns, counted as ``_alignment`` says."""
+    unit, align = _alignment(prepared)
+    rows, columns = prepared.rows.stride, prepared.columns.stride
+    return (rows, columns // align) if unit == 1 else (rows // align, columns) if unit == 2 else (rows, columns)
 
 
 class Update:
@@ -207,10 +238,10 @@ class Update:
         self.parts = op.new(op.batch * blocks_of_rows * splits * 2 * shape.rows)
         self.counters = op.zeros(op.batch * blocks_of_rows)
         self.sizes = (
-            rows.count, columns.count, splits, tiles, rows.blocks, columns.blocks, self.prepared.batch_stride,
-            rows.stride, columns.stride,
+            rows.count, columns.count, splits, tiles, rows.blocks, columns.blocks,
+            self.prepared.width // 64, self.prepared.batch_stride, *_strides(self.prepared),
         )  # fmt: skip
-        self.constants = (*op.constants, shape.rows, shape.columns)
+        self.constants = (*op.constants, shape.rows, shape.columns, shape.stages)
         self.options = (("num_warps", shape.warps), ("num_stages", shape.stages))
 
     def __call__(
@@ -235,9 +266,9 @@ class Loop:
         self.op, self.prepared = op, op.prepared
         self.b = b if b.stride(-1) == 1 else b.contiguous()
         rows, columns, batch = self.prepared.rows, self.prepared.columns, op.batch
-        self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * PAD)
-        self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD)
-        self.done, self.iterations = op.zeros(2, batch)
+        self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * PAD).unbind()
+        self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD).unbind()
+        self.done, self.iterations = op.zeros(2, batch).unbind()
         self.masses = torch.zeros(batch, 2, device=op.device, dtype=torch.float64)
         self.error = op.new(batch)
         self._start(a if a.stride(-1) == 1 else a.contiguous(), f if f.stride(-1) == 1 else f.contiguous())
@@ -330,7 +361,8 @@ class Loop:
             rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b, self.u,
             self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, op.zeros(op.batch),
             prepared.slopes, rows.count, columns.count, tiles_q, tiles_k, max_iterations, check_every, tolerance, rows.blocks,
-            columns.blocks, self.b.stride(0), prepared.batch_stride, rows.stride, columns.stride,
+            columns.blocks, self.b.stride(0), prepared.width // 64,
+            prepared.batch_stride, *_strides(prepared),
         )  # fmt: skip
         counts = tuple(8 if tiles <= 8 else MOST_TILES for tiles in (tiles_q, tiles_k))
         constants = (*op.constants, tile.rows, tile.columns, *counts, norm == "l2")
@@ -422,10 +454,10 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
     for again in range(2 if kind == DOT else 1):
         args = (
             x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm, slopes,
-            extents, flags, rows.count, columns.count, rows.blocks, columns.blocks, d, again, *x.stride(), *y.stride(),
+            extents, flags, rows.count, columns.count, rows.blocks, columns.blocks, d, width, again, *x.stride(), *y.stride(),
             epsilon.stride(0),
         )  # fmt: skip
-        launch(kernel, grid, args, (kind, width, chunk, block), (("num_warps", 4),), variant)
+        launch(kernel, grid, args, (kind, chunk, block), (("num_warps", 4),), variant)
     return Prepared(kind, width, rows, columns, slopes, flags, 0, kind)
 
 

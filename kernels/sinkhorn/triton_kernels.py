@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 
-
 def kernel(function: Any) -> Any:
     """Compile for any value of the declared numbers: nothing is assumed of what divides them, nothing is compiled again."""
     numbers = [name for name, kind in function.__annotations__.items() if "constexpr" not in kind]
@@ -52,13 +51,13 @@ def middle(x, y, n, m, dims, inside, stride_x, stride_y, stride_dx, stride_dy):
 @kernel
 def prepare(
     x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32, again: tl.int32,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32, width: tl.int32, again: tl.int32,
     batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64,
     batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64, stride_epsilon: tl.int64,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Centre and scale the points of both sides: to two float16 arrays (B, padded, D) and |x'|²/2 (DOT), or to float32
-    coordinates (B, D, padded) (FMA).
+    """Centre and scale the points of both sides: to two float16 arrays (B, padded, width) and |x'|²/2 (DOT), or to float32
+    coordinates (B, d, padded) (FMA).
 
     A second launch (``again``) repeats the work with smaller numbers where one would not have fitted into float16; the
     slope makes good for it.
@@ -93,7 +92,7 @@ def prepare(
     total = tl.zeros([BLOCK], tl.float32)
     furthest = 0.0
     bad = 0
-    for start in range(0, D, CHUNK):
+    for start in range(0, width, CHUNK):
         dims = start + tl.arange(0, CHUNK)
         centre = middle(x, y, n, m, dims, dims < d, stride_x, stride_y, stride_dx, stride_dy)
         inside = (rows[:, None] < count) & (dims[None, :] < d)
@@ -106,14 +105,14 @@ def prepare(
             furthest = tl.maximum(furthest, tl.max(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), 0))
             hi = value.to(tl.float16)
             lo = (value - hi.to(tl.float32)).to(tl.float16)
-            out = (b * padded + rows[:, None]) * D + dims[None, :]
+            out = (b * padded + rows[:, None]) * width + dims[None, :]
             tl.store(out1 + out, hi)
             tl.store(out2 + out, lo)
             both = hi.to(tl.float32) + lo.to(tl.float32)
             total += tl.sum(both * both, 1)
         else:
-            out = (b * D + dims[None, :]) * padded + rows[:, None]
-            tl.store(out1 + out, value, mask=dims[None, :] < D)
+            out = (b * width + dims[None, :]) * padded + rows[:, None]
+            tl.store(out1 + out, value, mask=dims[None, :] < width)
     if KIND == DOT:
         tl.store(norm + b * padded + rows, 0.5 * total * shrink * shrink)
         if again == 0:
@@ -187,13 +186,15 @@ def finish(
 
 
 @triton.jit
-def dot_tile(q1, q2, k1, k2, rows, cols, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr):
-    """x'·y' of a tile whose coordinates do not fit at once: chunk by chunk."""
+def dot_tile(
+    q1, q2, k1, k2, rows, cols, width, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, STAGES: tl.constexpr
+):
+    """x'·y' of a tile, some coordinates at a time."""
     acc = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
-    for start in range(0, D, CHUNK):
+    for start in tl.range(0, width, CHUNK, num_stages=STAGES):
         dims = start + tl.arange(0, CHUNK)
-        at_q = rows[:, None].to(tl.int64) * D + dims[None, :]
-        at_k = cols[None, :].to(tl.int64) * D + dims[:, None]
+        at_q = rows[:, None].to(tl.int64) * width + dims[None, :]
+        at_k = cols[None, :].to(tl.int64) * width + dims[:, None]
         qh, kh = tl.load(q1 + at_q), tl.load(k1 + at_k)
         if PRODUCTS == 3:
             acc = tl.dot(tl.load(q2 + at_q), kh, acc)
@@ -245,9 +246,9 @@ def coordinate(q1, rows, padded, k: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def row_sums(
-    q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k,
+    q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k, width,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRACK: tl.constexpr,
+    TRACK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """(t_i, s_i) with Σ_j 2^(S_ij + bias_j) = s_i 2^t_i over the columns first … last.
 
@@ -261,7 +262,7 @@ def row_sums(
     if TRACK:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if KIND == DOT:
-        if D <= CHUNK:
+        if D > 0:
             dims = tl.arange(0, D)
             at_q = rows[:, None].to(tl.int64) * D + dims[None, :]
             qh = tl.load(q1 + at_q)
@@ -276,13 +277,15 @@ def row_sums(
         x5 = coordinate(q1, rows, pad_q, 5, D)
         x6 = coordinate(q1, rows, pad_q, 6, D)
         x7 = coordinate(q1, rows, pad_q, 7, D)
-    for start in range(first, last, BLOCK_N):
+    # Only the innermost loop is worth a pipeline: over columns, or over coordinates where they do not fit at once.
+    DEPTH: tl.constexpr = STAGES if KIND != DOT or D > 0 else 1
+    for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
         cols = start + tl.arange(0, BLOCK_N)
         base = tl.load(bias + cols)[None, :]
         if not TRACK:
             base = base + u[:, None]
         if KIND == DOT:
-            if D <= CHUNK:
+            if D > 0:
                 at_k = cols[None, :].to(tl.int64) * D + dims[:, None]
                 kh = tl.load(k1 + at_k)
                 if PRODUCTS == 3:
@@ -292,10 +295,10 @@ def row_sums(
                 else:
                     acc = tl.dot(qh, kh)
             else:
-                acc = dot_tile(q1, q2, k1, k2, rows, cols, D, CHUNK, PRODUCTS)
+                acc = dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK, PRODUCTS, STAGES)
             t = acc * slope + base
         elif KIND == FMA:
-            t = fma_tile(base + tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x0, x1, x2, x3, x4, x5, x6, x7, k1, cols, pad_k, D)
+            t = fma_tile(base, x0, x1, x2, x3, x4, x5, x6, x7, k1, cols, pad_k, D)
         else:
             where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
             cost = tl.load(q1 + where, mask=(rows[:, None] < n) & (cols[None, :] < m), other=0.0)
@@ -316,21 +319,30 @@ def row_sums(
 
 
 @triton.jit
-def of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, KIND: tl.constexpr, D: tl.constexpr):
+def coordinates(chunks, D: tl.constexpr):
+    """How many coordinates the prepared points have: known when compiled (D), or whole chunks of 64."""
+    if D > 0:
+        return D
+    else:
+        return chunks * 64
+
+
+@triton.jit
+def of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND: tl.constexpr):
     """Where the b-th problem's rows and columns begin."""
     if KIND == MATRIX:
         return q1 + b * batch, q2, k1, k2
     else:
-        return q1 + b * pad_q * D, q2 + b * pad_q * D, k1 + b * pad_k * D, k2 + b * pad_k * D
+        return q1 + b * pad_q * width, q2 + b * pad_q * width, k1 + b * pad_k * width, k2 + b * pad_k * width
 
 
 @triton.jit
 def known_strides(stride_q, stride_k, UNIT: tl.constexpr, ALIGN: tl.constexpr):
-    """Tell the compiler what is known of a matrix' strides: which one is 1, and what divides the other."""
+    """A matrix' strides: which one is 1 is known when compiled, and the other comes divided by ALIGN."""
     if UNIT == 1:
-        return 1, tl.multiple_of(stride_k, ALIGN)
+        return 1, stride_k * ALIGN
     elif UNIT == 2:
-        return tl.multiple_of(stride_q, ALIGN), 1
+        return stride_q * ALIGN, 1
     else:
         return stride_q, stride_k
 
@@ -349,19 +361,20 @@ def merge(top, total, other_top, other_total):
 def update(
     q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes,
     n: tl.int32, m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
+    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
 ):
     """One update of every row potential, the columns split over programs; the last program of a block of rows merges."""
     b = tl.program_id(1).to(tl.int64)
     if tl.load(done + b) != 0:
         return
     pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+    width = coordinates(chunks, D)
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     blocks = tl.num_programs(0) // splits
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, KIND, D)
+    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
     stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
     bias += b * pad_k
     at = b * pad_q + rows
@@ -373,8 +386,8 @@ def update(
     every_column = tl.cdiv(m, BLOCK_N) * BLOCK_N
     last = tl.minimum(first + tiles_each * BLOCK_N, every_column)
     top, total = row_sums(
-        q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k,
-        KIND, D, CHUNK, PRODUCTS, BLOCK_N, FIRST,
+        q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k, width,
+        KIND, D, CHUNK, PRODUCTS, BLOCK_N, FIRST, STAGES,
     )
     if splits > 1:
         lanes = tl.arange(0, BLOCK_M)
@@ -397,8 +410,8 @@ def update(
         sound = (total > TINY) & (total < HUGE)
         if tl.min(tl.where(rows < n, sound.to(tl.int32), 1), 0) == 0:
             top, total = row_sums(
-                q1, q2, k1, k2, bias, u, rows, n, m, 0, every_column, slope, stride_q, stride_k, pad_q, pad_k,
-                KIND, D, CHUNK, PRODUCTS, BLOCK_N, True,
+                q1, q2, k1, k2, bias, u, rows, n, m, 0, every_column, slope, stride_q, stride_k, pad_q, pad_k, width,
+                KIND, D, CHUNK, PRODUCTS, BLOCK_N, True, 1,
             )
     after = -(top + tl.log2(total))
     weight = tl.load(log_weight + at)
@@ -473,7 +486,7 @@ def resident(
     q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts, error_parts,
     counters, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32,
     check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
-    batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
+    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -490,10 +503,11 @@ def resident(
     rows = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)
     pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
-    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, KIND, D)
+    width = coordinates(chunks, D)
+    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
     slope = tl.load(slopes + b)
     if KIND == DOT:
-        scores = dot_tile(q1, q2, k1, k2, rows, cols, D, CHUNK, PRODUCTS) * slope
+        scores = dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK, PRODUCTS, 2) * slope
     elif KIND == FMA:
         scores = fma_tile(
             tl.zeros([BLOCK_M, BLOCK_N], tl.float32), coordinate(q1, rows, pad_q, 0, D), coordinate(q1, rows, pad_q, 1, D),

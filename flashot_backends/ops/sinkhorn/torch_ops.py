@@ -37,7 +37,11 @@ class StreamedOp:
         self.__name__, self.__doc__ = name, compute.__doc__
 
     def __call__(self, *args: Any) -> Any:
-        return self.function.apply(*args) if plain(args) else self.custom(*args)
+        if not plain(args):
+            return self.custom(*args)
+        if torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in args):
+            return self.function.apply(*args)
+        return self.compute(*args)
 
     def fake(self, shapes: Callable[..., Any]) -> None:
         """Say what shapes come out."""
