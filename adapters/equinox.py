@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from flashot_backends.ops.attention import DustbinScore, DustbinToken, sinkhorn_attention
+from flashot_backends.ops.attention import DustbinScore, DustbinToken, sinkhorn_attention, transport_plan
 
 _DROPOUT = (
     "dropout on attention weights needs the dense weights, which are never formed; use dropout_p=0 (and an "
@@ -124,20 +124,25 @@ class SinkhornAttention(eqx.nn.MultiheadAttention):
         Returns (q_seq, output_size).
         """
         _refuse_dropout(self.dropout, inference if deterministic is None else deterministic)
-        heads = [self._project(*pair) for pair in self._projections(query, key_, value)]
+        projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
+        heads = [self._project(*pair) for pair in projections]
         heads = heads if process_heads is None else _processed(process_heads, heads)
-        result = sinkhorn_attention(
-            *(head.swapaxes(0, 1) for head in heads), mask=mask, query_mask=query_mask, key_mask=key_mask,
-            epsilon=self.epsilon, base_steps=self.base_steps, tail_steps=self.tail_steps,
-            last_update=self.last_update, window=self.window, dustbin=self._dustbin(), backend=self.backend,
-            return_unmatched=return_unmatched,
-        )  # fmt: skip
+        masks = {"mask": mask, "query_mask": query_mask, "key_mask": key_mask}
+        heads = (head.swapaxes(0, 1) for head in heads)
+        result = sinkhorn_attention(*heads, return_unmatched=return_unmatched, **masks, **self._options())
         out, unmatched = result if return_unmatched else (result, None)
         out = jax.vmap(self.output_proj)(out.swapaxes(0, 1).reshape(query.shape[0], -1))
         return (out, unmatched) if return_unmatched else out
 
-    def _projections(self, query, key_, value):
-        return (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
+    def plan(self, query, key_, mask=None, *, query_mask=None, key_mask=None):
+        """Return the weights themselves, (num_heads, q_seq, kv_seq) and dense: for looking at small ones."""
+        pairs = (self.query_proj, query), (self.key_proj, key_)
+        heads = (self._project(*pair).swapaxes(0, 1) for pair in pairs)
+        return transport_plan(*heads, mask=mask, query_mask=query_mask, key_mask=key_mask, **self._options())
+
+    def _options(self):
+        names = ("epsilon", "base_steps", "tail_steps", "last_update", "window", "backend")
+        return {**{name: getattr(self, name) for name in names}, "dustbin": self._dustbin()}
 
     def _dustbin(self):
         if self.dustbin_score is not None:

@@ -84,15 +84,13 @@ class _Shape(NamedTuple):
     ids: bool
 
 
-# --- kernels: refs are dicts of what the call brought ----------------------------------------------------------------
+# --- kernels: rows are dicts of arrays on chip, columns dicts of refs -------------------------------------------------
 
 
 def _score_tile(shape: _Shape, rows, columns, scale, tile):
     """Scores in base 2 of the resident rows with one tile of columns, −inf off the support. The one place for both."""
     y = columns["features"][_tile(shape, tile), :]
-    scores = (
-        _dot(rows["features"][...], y, 1, 1) * (scale * LOG2E) + (columns["w"][_tile(shape, tile)] * LOG2E)[None, :]
-    )
+    scores = _dot(rows["features"], y, 1, 1) * (scale * LOG2E) + (columns["w"][_tile(shape, tile)] * LOG2E)[None, :]
     for allowed in _support(shape, rows, columns, tile):
         scores = jnp.where(allowed, scores, -jnp.inf)
     return scores, y
@@ -106,7 +104,7 @@ def _support(shape: _Shape, rows, columns, tile):
         i = rows["first"] + lax.broadcasted_iota(jnp.int32, (shape.height, shape.width), 0)
         yield jnp.abs(i - j) <= shape.window
     if shape.ids:
-        yield rows["ids"][...][:, None] == columns["ids"][_tile(shape, tile)][None, :]
+        yield rows["ids"][:, None] == columns["ids"][_tile(shape, tile)][None, :]
 
 
 def _tile(shape: _Shape, tile):
@@ -142,7 +140,7 @@ def _lse_kernel(shape: _Shape, rows, columns, scale, out):
 
 def _plan_tile(shape: _Shape, rows, columns, scale, tile):
     scores, y = _score_tile(shape, rows, columns, scale, tile)
-    return jnp.exp2(scores + (rows["u"][...] * LOG2E)[:, None]), y
+    return jnp.exp2(scores + (rows["u"] * LOG2E)[:, None]), y
 
 
 def _matvec_kernel(shape: _Shape, rows, columns, scale, out):
@@ -175,9 +173,9 @@ def _cotangent(shape: _Shape, rows, columns, tile):
     """left rightᵀ − Σ_h x_h y_hᵀ, the small sum in float32 whatever the inputs' dtype."""
     total = jnp.zeros((shape.height, shape.width), jnp.float32)
     if "values" in rows:
-        total = _dot(rows["values"][...], columns["values"][_tile(shape, tile), :], 1, 1)
-    for term in range(rows["terms"].shape[0]):
-        total = total - rows["terms"][term, :][:, None] * columns["terms"][term, _tile(shape, tile)][None, :]
+        total = _dot(rows["values"], columns["values"][_tile(shape, tile), :], 1, 1)
+    for term, near in enumerate(rows["terms"]):
+        total = total - near[:, None] * columns["terms"][term, _tile(shape, tile)][None, :]
     return total
 
 
@@ -215,10 +213,15 @@ def _run(kernel, pairs: Pairs, rows: dict, columns: dict, width: int = 0) -> jax
 def _entry(kernel, shape, row_names, column_names, scale, *refs):
     inputs, out = refs[:-1], refs[-1]
     split = len(row_names)
-    rows = dict(zip(row_names, inputs[:split], strict=True))
+    rows = {name: _resident(name, ref) for name, ref in zip(row_names, inputs[:split], strict=True)}
     rows["first"] = pl.program_id(0) * shape.height  # read here: the interpreter knows it only outside of loops
     columns = dict(zip(column_names, inputs[split:], strict=True))
     kernel(shape, rows, columns, scale[0], out)
+
+
+def _resident(name, ref):
+    """Read once, before the stream; the terms one by one, since their number need not be a power of two."""
+    return [ref[term, :] for term in range(ref.shape[0])] if name == "terms" else ref[...]
 
 
 def _compiler_params(warps: int, stages: int) -> Any:

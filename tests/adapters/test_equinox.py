@@ -82,6 +82,9 @@ def test_unmatched_mass_and_process_heads():
     out, (rows, columns) = layer(x, x, x, return_unmatched=True)
     assert (out.shape, rows.shape, columns.shape) == ((7, 8), (2, 7), (2, 7))
     assert ((rows > 0) & (rows < 1)).all()
+    plan = layer.plan(x, x)
+    assert jnp.allclose(plan.sum(-2) + columns, 1, atol=1e-5)
+    assert jnp.allclose(plan.sum(-1) + rows, 1, atol=1e-2)
     doubled = layer(x, x, x, process_heads=lambda q, k, v: (q, k, 2 * v))
     assert jnp.allclose(doubled, 2 * layer(x, x, x), atol=1e-5)
     with pytest.raises(ValueError, match="process_heads"):

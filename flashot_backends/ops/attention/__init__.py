@@ -1,6 +1,6 @@
 """Sinkhorn attention for JAX arrays (arXiv 2605.08123)."""
 
-from flashot_backends.ops.attention.api import sinkhorn_attention
+from flashot_backends.ops.attention.api import sinkhorn_attention, transport_plan
 from flashot_backends.ops.attention.certificates import (
     bias_certificate,
     contraction_certificate,
@@ -15,4 +15,5 @@ __all__ = [
     "contraction_certificate",
     "select_tail_depth",
     "sinkhorn_attention",
+    "transport_plan",
 ]

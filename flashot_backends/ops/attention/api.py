@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -88,6 +88,21 @@ def sinkhorn_attention(
     out, unmatched = run_tier(prepared)
     out = prepared.layout.unfold(out).astype(v.dtype)
     return (out, tuple(prepared.layout.unfold(part) for part in unmatched)) if return_unmatched else out
+
+
+def transport_plan(q, k, **options):
+    """Return the plan itself, (…, n, m) and dense: for looking at small ones. Attends to an identity matrix.
+
+    Args:
+        q: (…, n, d).
+        k: (…, m, d).
+        **options: as for `sinkhorn_attention`, which also names the errors.
+    """
+    identity = jnp.eye(k.shape[-2], dtype=k.dtype)
+    dustbin = options.get("dustbin")
+    if isinstance(dustbin, DustbinToken):  # its value has no place among these columns
+        options["dustbin"] = replace(dustbin, value=jnp.zeros(k.shape[-2], k.dtype))
+    return sinkhorn_attention(q, k, identity, **options)
 
 
 @dataclass(frozen=True)

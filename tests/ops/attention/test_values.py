@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flashot_backends.ops.attention import DustbinScore, DustbinToken, sinkhorn_attention
+from flashot_backends.ops.attention import DustbinScore, DustbinToken, sinkhorn_attention, transport_plan
 from tests.ops.attention import cases
 
 BOTH = pytest.mark.parametrize("backend", ["chunked", "reference"])
@@ -74,6 +74,13 @@ def test_a_token_dustbin_equals_plain_concatenation_with_all_gradients(x64, back
 
     got, wanted = (jax.value_and_grad(f, (0, 1, 2, 3))(q, k, v, parts) for f in (ours, plain))
     assert cases.worst_error(got, wanted) < 1e-12
+
+
+def test_the_plan_is_what_attention_applies(x64):
+    q, k, v = cases.tokens(m=14)
+    token = DustbinToken(*cases.parts()[:3])
+    P, out = transport_plan(q, k, dustbin=token), sinkhorn_attention(q, k, v, dustbin=token, return_unmatched=True)
+    assert jnp.abs(P @ v + out[1][0][..., None] * token.value - out[0]).max() < 1e-12
 
 
 def test_score_dustbin_marginals_and_unmatched_mass(x64):
