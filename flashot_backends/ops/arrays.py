@@ -64,7 +64,8 @@ def _from_numpy(torch: Any, array: Any, name: str) -> Any:
         raise TypeError(f"{name} has dtype {array.dtype}; accepted are float16, float32 and float64")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+    odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    if odd or not array.flags.writeable:
         array = array.copy()
     return torch.from_numpy(array)
 

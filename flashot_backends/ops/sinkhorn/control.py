@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +20,16 @@ def checked_control(
 ) -> Control:
     """Refuse what makes no sense, naming the argument."""
     for name, value in (("max_iterations", max_iterations), ("check_every", check_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
             raise ValueError(f"{name} is {value!r}; accepted is a whole number from 1")
-    if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+    if not isinstance(tolerance, numbers.Real) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance is {tolerance!r}; accepted is a finite number from 0")
     choices = {"norm": (norm, tuple(ERROR_NORMS)), "acceleration": (acceleration, ("auto", None)),
                "precision": (precision, ("high", "fast", None))}  # fmt: skip
     for name, (given, accepted) in choices.items():
         if given not in accepted:
             raise ValueError(f"{name} is {given!r}; accepted is one of {accepted}")
-    return Control(max_iterations, float(tolerance), check_every, norm)
+    return Control(int(max_iterations), float(tolerance), int(check_every), norm)
 
 
 def starting_point(problem: Problem, init: tuple[Any, Any] | None) -> Tensor:
@@ -40,7 +41,7 @@ def starting_point(problem: Problem, init: tuple[Any, Any] | None) -> Tensor:
     for name, given, weight in (("f", init[0], problem.a), ("g", init[1], problem.b)):
         _check_potential(name, given, weight)
     f = floating(init[0], "init's f").to(problem.a.dtype)
-    return problem.flat(f, (problem.a.shape[-1],)).clone()
+    return problem.flat(f, (problem.a.shape[-1],), "init's f").clone()
 
 
 def _check_potential(name: str, given: Any, weight: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,8 +33,11 @@ class Problem(NamedTuple):
         """Give a result its batch axes back."""
         return flat.reshape(self.batch + tuple(flat.shape[1:]))
 
-    def flat(self, shaped: Tensor, tail: tuple[int, ...]) -> Tensor:
+    def flat(self, shaped: Tensor, tail: tuple[int, ...], name: str) -> Tensor:
         """Broadcast an argument (..., *tail) to the batch and flatten it to (B, *tail)."""
+        given = tuple(shaped.shape[: shaped.ndim - len(tail)])
+        if broadcast_batch(self.batch, given, "cost", name) != self.batch:
+            raise ValueError(f"the leading axes of {name} are {given}; accepted are those of the problem, {self.batch}")
         return flatten(shaped, self.batch, tail)
 
 
@@ -82,7 +86,7 @@ def regularisation(given: Any, device: torch.device) -> Tensor:
     """ε as float64 on the device; a tensor keeps its gradient."""
     if isinstance(given, bool | str) or given is None:
         raise TypeError(f"epsilon is {given!r}; accepted is a positive number, or an array of them, one for each problem")
-    if isinstance(given, int | float):
+    if isinstance(given, numbers.Real):
         if not (given > 0 and math.isfinite(given)):
             raise ValueError(f"epsilon is {given}; accepted is a positive finite number")
         return torch.full((), float(given), dtype=torch.float64, device=device)
@@ -125,7 +129,7 @@ def inspect_values(
 
 def measure(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor) -> dict[str, Tensor]:
     """The few numbers that tell whether the values are acceptable."""
-    found = {"epsilon": epsilon.min()}
+    found = {"epsilon": torch.where(epsilon < math.inf, epsilon, math.nan).min()}
     if y is None:
         found["M"] = x.amin().double()
     else:

@@ -44,8 +44,12 @@ class Solution:
     def plan(self) -> Any:
         """Return P as a matrix (..., n, m)."""
         problem, (s, t) = self._problem, self._scalings()
-        scaled = self._matrix() / problem.epsilon.to(s.dtype)[:, None, None]
-        return problem.restore(problem.shaped(torch.exp(s[:, :, None] + t[:, None, :] - scaled)))
+        matrix, scalings = self._matrix(), s[:, :, None] + t[:, None, :]
+        if problem.epsilon.requires_grad:  # +inf/ε has no derivative by ε
+            forbidden = matrix == torch.inf
+            matrix, scalings = matrix.masked_fill(forbidden, 0.0), scalings.masked_fill(forbidden, -torch.inf)
+        scaled = matrix / problem.epsilon.to(s.dtype)[:, None, None]
+        return problem.restore(problem.shaped(torch.exp(scalings - scaled)))
 
     def apply(self, values: Any) -> Any:
         """Return P V for V of shape (..., m) or (..., m, k), streamed."""
@@ -116,7 +120,7 @@ class Solution:
         values = values.unsqueeze(-1) if vector else values
         if values.ndim < 2 or values.shape[-2] != count:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; accepted are (..., {count}) and (..., {count}, k)")
-        flat = problem.flat(values, tuple(values.shape[-2:]))
+        flat = problem.flat(values, tuple(values.shape[-2:]), name)
         out = problem.shaped(torch_ops.apply(x, y, s, t, problem.epsilon, flat, *self._how))
         return problem.restore(out[..., 0] if vector else out)
 

@@ -18,6 +18,11 @@ ERROR_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def marginal_error(norm: str, b: Tensor, ratio: Tensor) -> Tensor:
+    """‖Pᵀ1 − b‖, given present over wanted column sums; columns without mass say nothing."""
+    return ERROR_NORMS[norm](torch.where(b > 0, b * (ratio - 1), 0.0))
+
+
 class Request(NamedTuple):
     """What a kernel is asked to serve."""
 
@@ -77,7 +82,7 @@ def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control) ->
     for iteration in range(1, control.max_iterations + 1):
         before, (f, after, ratio) = f, operator.sweep(log_a, log_b, g, f)
         if looks(iteration, control):
-            error = ERROR_NORMS[control.norm](b * (ratio - 1))
+            error = marginal_error(control.norm, b, ratio)
             stop = error < control.tolerance if iteration < control.max_iterations else torch.ones_like(error) > 0
             if bool(stop.any()):
                 g_full = _with_massless(operator, log_a, log_b, g, before)
@@ -110,8 +115,9 @@ def _with_massless(operator: Any, log_a: Tensor, log_b: Tensor, g: Tensor, f: Te
 
 
 def scaling(log_weight: Tensor, potential: Tensor, epsilon: Tensor) -> Tensor:
-    """log a + f/ε, and −inf where there is no mass."""
-    return torch.where(log_weight == -torch.inf, log_weight, log_weight + potential / epsilon[:, None])
+    """log a + f/ε, and −inf where there is no mass, whose potential (+inf where it may go nowhere) has no derivative."""
+    massless = log_weight == -torch.inf
+    return torch.where(massless, log_weight, log_weight + torch.where(massless, 0.0, potential) / epsilon[:, None])
 
 
 def _blank(operator: Any) -> State:
@@ -210,10 +216,10 @@ class _Walk:
 
     def _pass(self, operator: Any, log_weight: Tensor, potential: Tensor, out: Tensor, grad: Tensor) -> Any:
         h = scaling(log_weight, potential, self.epsilon)
-        cost, by_h, by_epsilon = operator.softmin_gradient(h, out, grad, self.need_cost, self.need_epsilon)
-        by_h = torch.where(log_weight == -torch.inf, 0.0, by_h)
+        cost, by_h, by_epsilon = softmin_gradient(operator, h, out, grad, self.need_cost, self.need_epsilon)
         if self.by_epsilon is not None:
-            self.by_epsilon += by_epsilon - (by_h * potential).sum(-1) / self.epsilon**2
+            product = torch.where(by_h == 0, 0.0, by_h * potential)
+            self.by_epsilon += by_epsilon - product.sum(-1) / self.epsilon**2
         return cost, by_h
 
     def _add(self, cost: tuple[Tensor, ...] | None) -> None:
@@ -223,6 +229,16 @@ class _Walk:
             self.cost = tuple(torch.zeros_like(part) for part in cost)
         for total, part in zip(self.cost, cost, strict=True):
             total += part
+
+
+def softmin_gradient(
+    operator: Any, h: Tensor, out: Tensor, grad: Tensor, need_cost: bool, need_epsilon: bool
+) -> tuple[tuple[Tensor, ...] | None, Tensor, Tensor | None]:
+    """Gradients of a softmin by the cost's tensors, h and ε; none through left-out columns and infinite results."""
+    nowhere = out == torch.inf
+    out, grad = torch.where(nowhere, 0.0, out), torch.where(nowhere, 0.0, grad)
+    cost, by_h, by_epsilon = operator.softmin_gradient(h, out, grad, need_cost, need_epsilon)
+    return cost, torch.where(h == -torch.inf, 0.0, by_h), by_epsilon
 
 
 def _transposed(cost: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -22,11 +22,17 @@ def plain(tensors: Iterable[Any]) -> bool:
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors if isinstance(tensor, Tensor))
 
 
+def transformed() -> bool:
+    """Whether ``torch.func`` (grad, vmap) looks on, and no compiler."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class StreamedOp:
-    """One differentiable operation in two dresses.
+    """One differentiable operation in three dresses.
 
     On plain tensors it is an ``autograd.Function``, which costs microseconds and imports nothing. Under
-    ``torch.compile`` and other tracers it is the custom op ``flashot::sinkhorn_<name>``.
+    ``torch.compile`` and other tracers it is the custom op ``flashot::sinkhorn_<name>``; ``torch.func``, which does not
+    differentiate custom ops by itself, sees that op in an ``autograd.Function`` again.
     """
 
     def __init__(self, compute: Callable[..., Any]):
@@ -34,11 +40,13 @@ class StreamedOp:
         self.compute = compute
         self.custom = torch.library.custom_op(f"flashot::sinkhorn_{name}", mutates_args=())(compute)
         self.function: Any = type(name, (torch.autograd.Function,), {"forward": staticmethod(compute)})
+        general = {"forward": staticmethod(self.custom), "generate_vmap_rule": True}
+        self.general: Any = type(name, (torch.autograd.Function,), general)
         self.__name__, self.__doc__ = name, compute.__doc__
 
     def __call__(self, *args: Any) -> Any:
         if not plain(args):
-            return self.custom(*args)
+            return self.general.apply(*args) if transformed() else self.custom(*args)
         if torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in args):
             return self.function.apply(*args)
         return self.compute(*args)
@@ -50,8 +58,9 @@ class StreamedOp:
     def derivative(self, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
         """Say how gradients flow back, and what is kept for that."""
         self.custom.register_autograd(backward, setup_context=setup)
-        self.function.backward = staticmethod(backward)
-        self.function.setup_context = staticmethod(setup or (lambda ctx, inputs, output: None))
+        for function in (self.function, self.general):
+            function.backward = staticmethod(backward)
+            function.setup_context = staticmethod(setup or (lambda ctx, inputs, output: None))
 
 
 def _cost_gradients(cost: tuple[Tensor, ...] | None, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -74,8 +83,8 @@ def _given(tensor: Tensor, like: Tensor | None) -> Tensor | None:
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(
-        "flashot_backends: second derivatives through the streamed Sinkhorn kernels are not available; "
-        "differentiate solution.plan() of a small problem, or use backend='reference' on plain tensors"
+        "flashot_backends: second derivatives through the Sinkhorn kernels are not available, with any backend; "
+        "for a small problem write the iterations with torch.logsumexp"
     )
 
 
@@ -106,8 +115,9 @@ def softmin_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients by x, y, h and ε."""
     operator = _operator(x, y, epsilon, metric, precision, backend)
-    cost, by_h, by_epsilon = operator.softmin_gradient(h, out, grad, need_cost, True)
-    return *_cost_gradients(cost, x, y), torch.where(h == -torch.inf, 0.0, by_h), by_epsilon.to(epsilon.dtype)
+    cost, by_h, by_epsilon = solver.softmin_gradient(operator, h, out, grad, need_cost, True)
+    assert by_epsilon is not None
+    return *_cost_gradients(cost, x, y), by_h, by_epsilon.to(epsilon.dtype)
 
 
 @softmin_backward.fake
