@@ -17,9 +17,8 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def exactly(cost, a, b, iterations, backend, epsilon=EPSILON, **options):
-    return solve(
-        cost, a, b, epsilon=epsilon, max_iterations=iterations, tolerance=0, acceleration=None, backend=backend, **options
-    )
+    options |= {"max_iterations": iterations, "tolerance": 0, "acceleration": None, "backend": backend}
+    return solve(cost, a, b, epsilon=epsilon, **options)
 
 
 @both
@@ -127,7 +126,7 @@ def test_weights_left_out_are_uniform(backend):
 def test_any_mass(backend):
     cost, _, M = make("points3")
     a, b = 40 * weights(7), 40 * weights(9, seed=1)
-    f, g = sinkhorn(M, a, b, EPSILON, 5)
+    f, _ = sinkhorn(M, a, b, EPSILON, 5)
     solution = exactly(cost, a, b, 5, backend)
     close(solution.f, f)
     close(solution.marginals()[0], a)
@@ -272,7 +271,8 @@ def test_warm_start(backend):
     second = solve(cost, epsilon=EPSILON, tolerance=1e-9, init=(first.f, first.g), backend=backend)
     assert second.iterations == 1
     close(second.f, first.f, rtol=1e-8)
-    batch = solve(cost, epsilon=torch.tensor([EPSILON, 1.0], dtype=torch.float64), tolerance=1e-9, init=(first.f, None), backend=backend)
+    epsilon = torch.tensor([EPSILON, 1.0], dtype=torch.float64)
+    batch = solve(cost, epsilon=epsilon, tolerance=1e-9, init=(first.f, None), backend=backend)
     assert batch.iterations[0] == 1
 
 
