@@ -47,7 +47,7 @@ def test_dispatch_and_adapters_import_no_framework(python):
 
 def tree():
     """The packages that the folders hold, by the mapping in ARCHITECTURE."""
-    found = {"flashot_backends.adapters", "flashot_backends.kernels"}
+    found = {"flashot_backends.adapters", "flashot_backends.examples", "flashot_backends.kernels"}
     for top, name in {"flashot_backends": "flashot_backends", "adapters": "", "kernels": ""}.items():
         for file in (ROOT / top).rglob("*.py"):
             parts = file.parent.relative_to(ROOT).parts
