@@ -1,0 +1,266 @@
+"""Living together with torch: compilers, transforms, autocast, devices, memory."""
+
+import contextlib
+import gc
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, softmin, solve, torch_ops  # noqa: E402
+
+from .sinkhorn_cases import close, normal, weights  # noqa: E402
+
+X, Y = normal(6, 3), normal(5, 3, seed=1)
+A, B = weights(6), weights(5, seed=1)
+M = normal(6, 5).abs()
+OPTIONS = {"epsilon": 0.8, "tolerance": 0, "max_iterations": 3}
+
+
+def total(cost, a=A, b=B, **options):
+    """A number that most operations take part in."""
+    solution = solve(cost, a, b, **OPTIONS | options)
+    return solution.value() + solution.linear_cost() + solution.apply(b).square().sum() + solution.g.sum()
+
+
+def of_points(x, y, a, b):
+    return total(PointCloud(x, y), a, b)
+
+
+def of_matrix(m, a, b):
+    return total(DenseCost(m), a, b)
+
+
+FUNCTIONS = [(of_points, (X, Y, A, B)), (of_matrix, (M, A, B))]
+functions = pytest.mark.parametrize(("function", "tensors"), FUNCTIONS, ids=["points", "matrix"])
+
+
+@contextlib.contextmanager
+def quiet():
+    """vmap says that it goes one by one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@functions
+def test_compile(function, tensors):
+    """One graph, forward and backward."""
+    mine, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(*mine)
+    wanted = function(*theirs)
+    close(found, wanted)
+    for ours, right in zip(torch.autograd.grad(found, mine), torch.autograd.grad(wanted, theirs), strict=True):
+        close(ours, right)
+
+
+def test_compile_other_sizes():
+    """Sizes may change from call to call."""
+    compiled = torch.compile(of_matrix, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n, m in ((6, 5), (4, 7), (9, 3)):
+        parts = normal(n, m).abs(), weights(n), weights(m)
+        close(compiled(*parts), of_matrix(*parts))
+
+
+def test_compile_many_regularisations():
+    """A number that changes from call to call, as in annealing."""
+    compiled = torch.compile(lambda m, e: solve(DenseCost(m), epsilon=e, max_iterations=3).f, fullgraph=True,
+                             backend="aot_eager")  # fmt: skip
+    for epsilon in (2.0, 1.0, 0.5):
+        close(compiled(M, epsilon), solve(DenseCost(M), epsilon=epsilon, max_iterations=3).f)
+
+
+def test_compile_softmin():
+    h = normal(5, seed=4).requires_grad_()
+    found = torch.compile(lambda h: softmin(DenseCost(M), h, 0.5), fullgraph=True, backend="aot_eager")(h)
+    wanted = softmin(DenseCost(M), h, 0.5)
+    close(found, wanted)
+    close(*(torch.autograd.grad(out.sum(), h)[0] for out in (found, wanted)))
+
+
+def operator_calls():
+    """Arguments for every custom op: points and a matrix, with and without gradients."""
+    epsilon = torch.tensor([0.8, 0.5], dtype=torch.float64)
+    how = ("", "torch")
+    s, t, f = normal(2, 6, seed=2), normal(2, 5, seed=3), normal(2, 6, seed=4)
+    iterations = torch.tensor([2, 3])
+    values, grad = normal(2, 5, 2, seed=5), normal(2, 6, 2, seed=6)
+    a, b = A.expand(2, 6).clone(), B.expand(2, 5).clone()
+    for metric, x, y in (("sqeuclidean", X.expand(2, 6, 3).clone(), Y.expand(2, 5, 3).clone()),
+                         ("matrix", M.expand(2, 6, 5).clone(), None)):  # fmt: skip
+        end = (metric, *how)
+        yield "softmin", (x, y, t, epsilon, *end)
+        yield "softmin_backward", (x, y, t, epsilon, f, s, True, *end)
+        yield "softmin_backward", (x, y, t, epsilon, f, s, False, *end)
+        yield "solve", (x, y, a, b, epsilon, f, 3, 0.0, 1, "l1", *end)
+        yield "solve_backward", (x, y, a, b, epsilon, f, iterations, s, t, True, True, *end)
+        yield "solve_backward", (x, y, a, b, epsilon, f, iterations, s, t, False, False, *end)
+        yield "apply", (x, y, s, t, epsilon, values, *end)
+        yield "apply_backward", (x, y, s, t, epsilon, values, grad, grad, True, True, *end)
+        yield "linear_cost", (x, y, s, t, epsilon, *end)
+        yield "linear_cost_backward", (x, y, s, t, epsilon, epsilon, True, True, *end)
+
+
+CALLS = list(operator_calls())
+IDS = [f"{name}-{arguments[-3]}-{k}" for k, (name, arguments) in enumerate(CALLS)]
+
+
+@pytest.mark.parametrize(("name", "arguments"), CALLS, ids=IDS)
+def test_opcheck(name, arguments):
+    if not name.endswith("backward"):
+        arguments = [
+            part.clone().requires_grad_() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
+            for part in arguments
+        ]
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if name in ("solve", "softmin"):
+        utils += ("test_aot_dispatch_dynamic",)
+    torch.library.opcheck(getattr(torch_ops, name).custom, tuple(arguments), test_utils=utils)
+
+
+@pytest.mark.parametrize("name", ["softmin", "solve", "apply", "linear_cost"])
+def test_both_dresses_are_one_operation(name):
+    """What tracers see computes what plain calls do."""
+    operation = getattr(torch_ops, name)
+    arguments = next(arguments for other, arguments in CALLS if other == name)
+    plain, traced = operation(*arguments), operation.custom(*arguments)
+    for one, other in zip(*((p if isinstance(p, tuple) else (p,)) for p in (plain, traced)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_vmap():
+    x, y = normal(3, 6, 2), normal(3, 5, 2, seed=1)
+    with quiet():
+        found = torch.func.vmap(lambda x, y: solve(PointCloud(x, y), **OPTIONS).f)(x, y)
+    close(found, solve(PointCloud(x, y), **OPTIONS).f)
+
+
+@functions
+def test_func_grad(function, tensors):
+    found = torch.func.grad(function, argnums=(0, 1))(*tensors)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    for ours, right in zip(found, torch.autograd.grad(function(*leaves), leaves[:2]), strict=True):
+        close(ours, right)
+
+
+def test_func_vmap_of_grad():
+    x, y = normal(3, 6, 2), normal(3, 5, 2, seed=1)
+
+    def loss(x, y):
+        return solve(PointCloud(x, y), **OPTIONS).value()
+
+    with quiet():
+        found = torch.func.vmap(torch.func.grad(loss))(x, y)
+    for k in range(3):
+        close(found[k], torch.func.grad(loss)(x[k], y[k]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_autocast_narrows_nothing(dtype):
+    cost = PointCloud(normal(40, 20, dtype=dtype), normal(30, 20, seed=1, dtype=dtype))
+    values = normal(30, 3, dtype=dtype)
+    wanted = solve(cost, **OPTIONS | {"epsilon": 10.0})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = solve(cost, **OPTIONS | {"epsilon": 10.0})
+        answers = found.f, found.apply(values), found.plan(), found.value(), found.linear_cost()
+    exact = wanted.f, wanted.apply(values), wanted.plan(), wanted.value(), wanted.linear_cost()
+    for ours, right in zip(answers, exact, strict=True):
+        assert ours.dtype == dtype
+        close(ours, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_without_recording(mode):
+    with mode():
+        close(of_points(X, Y, A, B), of_points(X.clone(), Y, A, B))
+    leaf = X.clone().requires_grad_()
+    with mode():
+        assert not of_points(leaf, Y, A, B).requires_grad
+
+
+def test_threads():
+    from concurrent.futures import ThreadPoolExecutor
+
+    wanted = of_points(X, Y, A, B)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: of_points(X, Y, A, B), range(12)):
+            close(found, wanted)
+
+
+def test_inputs_are_left_alone():
+    parts = [part.clone() for part in (X, Y, A, B, M)]
+    start = normal(6, seed=9)
+    kept = start.clone()
+    solve(PointCloud(parts[0], parts[1]), parts[2], parts[3], init=(start, None), **OPTIONS)
+    of_matrix(parts[4].requires_grad_(), parts[2], parts[3]).backward()
+    for now, before in zip((*parts, start), (X, Y, A, B, M, kept), strict=True):
+        assert torch.equal(now, before)
+
+
+def tensors_alive():
+    gc.collect()
+    return sum(type(thing) in (torch.Tensor, torch.nn.Parameter) for thing in gc.get_objects())
+
+
+def test_nothing_is_kept():
+    """Calls with and without gradients leave no tensor behind."""
+
+    def call(n):
+        x = normal(n, 3).requires_grad_()
+        solution = solve(PointCloud(x, Y), **OPTIONS)
+        (solution.value() + solution.apply(B).sum()).backward()
+        solve(DenseCost(normal(n, 5).abs()), epsilon=1.0)
+
+    call(4)
+    before = tensors_alive()
+    for n in range(5, 35):
+        call(n)
+    assert tensors_alive() <= before
+
+
+def test_the_device_of_the_problem_is_made_current(monkeypatch):
+    """Kernels start on the current device: the problem's must be it, whatever was before, and is not after."""
+    triton = pytest.importorskip("flashot_backends.kernels.sinkhorn.triton", exc_type=ImportError)
+    seen = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            seen.append(("enter", self.device))
+
+        def __exit__(self, *_):
+            seen.append(("exit", self.device))
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    with triton.on(torch.device("cuda", 1)):
+        seen.append("inside")
+    assert seen == [("enter", torch.device("cuda", 1)), "inside", ("exit", torch.device("cuda", 1))]
+    with triton.on(torch.device("cpu")):
+        pass
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("entry", ["softmin", "iterate"])
+def test_every_way_in_guards_the_device(monkeypatch, entry):
+    triton = pytest.importorskip("flashot_backends.kernels.sinkhorn.triton", exc_type=ImportError)
+    seen = []
+
+    @contextlib.contextmanager
+    def on(device):
+        seen.append(device)
+        raise InterruptedError
+        yield
+
+    operator = object.__new__(triton.Fused)
+    operator.device = torch.device("cuda", 3)
+    monkeypatch.setattr(triton, "on", on)
+    arguments = {"softmin": (B,), "iterate": (A, B, A, 1, 0.0, 1, "l1", lambda seen: None)}[entry]
+    with pytest.raises(InterruptedError):
+        getattr(operator, entry)(*arguments)
+    cost = triton.Cost(torch.empty(1, 6, 3, device="meta"), torch.empty(1, 5, 3, device="meta"), None)
+    with pytest.raises(InterruptedError):
+        triton.operator(cost, torch.ones(1))
+    assert seen == [torch.device("cuda", 3), torch.device("meta")]
