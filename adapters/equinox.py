@@ -127,9 +127,9 @@ class SinkhornAttention(eqx.nn.MultiheadAttention):
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         heads = [self._project(*pair) for pair in projections]
         heads = heads if process_heads is None else _processed(process_heads, heads)
+        q, k, v = (head.swapaxes(0, 1) for head in heads)
         masks = {"mask": mask, "query_mask": query_mask, "key_mask": key_mask}
-        heads = (head.swapaxes(0, 1) for head in heads)
-        result = sinkhorn_attention(*heads, return_unmatched=return_unmatched, **masks, **self._options())
+        result = sinkhorn_attention(q, k, v, return_unmatched=return_unmatched, **masks, **self._options())
         out, unmatched = result if return_unmatched else (result, None)
         out = jax.vmap(self.output_proj)(out.swapaxes(0, 1).reshape(query.shape[0], -1))
         return (out, unmatched) if return_unmatched else out

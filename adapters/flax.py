@@ -179,12 +179,13 @@ class LinenSinkhornAttention(linen.MultiHeadDotProductAttention):
             object.__setattr__(self, "attention_fn", before)
 
     def _dustbin(self, size: int):
-        if _checked(self.dustbin) is None:
+        kind = _checked(self.dustbin)
+        if kind is None:
             return None
         parts = {
             name: self.param(
                 f"dustbin_{name}", lambda key, name=name, shape=shape: _initial(name, key, shape, jnp.float32)
             )
-            for name, shape in _shapes(self.dustbin, self.num_heads, size).items()
+            for name, shape in _shapes(kind, self.num_heads, size).items()
         }
-        return _assemble(self.dustbin, parts, self.capacity)
+        return _assemble(kind, parts, self.capacity)

@@ -93,7 +93,7 @@ class _Shape(NamedTuple):
 
     def tile(self, i, j):
         """The column tile that step j of strip i visits; outside 0 … tiles − 1 there is nothing to do."""
-        if self.reach == self.tiles:
+        if self.window is None or self.reach == self.tiles:
             return j
         back = -(-self.window // self.width)  # keeps the dividend positive
         return lax.div(i * self.height - self.window + back * self.width, self.width) - back + j

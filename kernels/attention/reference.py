@@ -43,7 +43,7 @@ def _support(pairs: Pairs) -> jax.Array:
     support = jnp.ones((pairs.problems, n, m), bool)
     if pairs.window is not None:
         support &= abs(jnp.arange(n)[:, None] - jnp.arange(m)[None, :]) <= pairs.window
-    if pairs.x_ids is not None:
+    if pairs.x_ids is not None and pairs.y_ids is not None:
         support &= pairs.x_ids[:, :, None] == pairs.y_ids[:, None, :]
     if pairs.mask is not None:
         support &= spread(pairs.mask, pairs.problems)

@@ -54,17 +54,23 @@ class TailDepth(NamedTuple):
 
 
 def contraction_certificate(q, k, **options) -> Contraction:
-    """Bound how fast Sinkhorn's potentials forget their start: Δ ≤ diam(Q) · diam(K) · scale / epsilon. Loose, and
-    free of the solve. q, k and options: as for `sinkhorn_attention`; O(n² + m²) work, O(n + m) memory."""
+    """Bound how fast Sinkhorn's potentials forget their start: Δ ≤ diam(Q) · diam(K) · scale / epsilon.
+
+    Loose, and free of the solve: O(n² + m²) work, O(n + m) memory. q, k and options: as for `sinkhorn_attention`.
+    """
     q, k = read_tokens(q, k, k)[:2]
     return _contraction(prepare(q, k, k, Options(**options)), options.get("dustbin"))
 
 
 def bias_certificate(q, k, v, cotangent, *, mode: str = "bound", **options) -> BiasBound | ExactBias:
-    """How far the surrogate's gradient is from the gradient through every step, for one output cotangent (…, n, e).
+    """Tell how far the surrogate's gradient is from the gradient through every step.
 
-    mode: "bound", ‖g_0‖₁ summed over the base by the contraction, one pass more than a backward; or "exact", two
-        backwards, one of them as deep as the base. q, k, v and options: as for `sinkhorn_attention`.
+    Args:
+        q, k, v: as for `sinkhorn_attention`.
+        cotangent: (…, n, e), ∂loss/∂output.
+        mode: "bound", ‖g_0‖₁ summed over the base by the contraction, one pass more than a backward; or "exact", two
+            backwards, one of them as deep as the base.
+        **options: as for `sinkhorn_attention`.
     """
     if mode == "exact":
         return _exact_bias(q, k, v, cotangent, options)
@@ -83,12 +89,14 @@ def bias_certificate(q, k, v, cotangent, *, mode: str = "bound", **options) -> B
 
 
 def select_tail_depth(q, k, v, cotangent, *, tolerance: float, max_tail: int = 4, **options) -> TailDepth:
-    """The smallest whole `tail_steps` whose exact relative bias is at most `tolerance`, for this one problem and
-    cotangent.
-    Runs outside jit. A choice made on one batch is evidence for that batch."""
+    """Find the smallest whole `tail_steps` whose exact relative bias is at most `tolerance`, for one cotangent.
+
+    Runs outside jit. A choice made on one batch is evidence for that batch. q, k, v, cotangent and options: as for
+    `bias_certificate`.
+    """
     seen: list[float] = []
     for steps in range(1, max_tail + 1):
-        bias = bias_certificate(q, k, v, cotangent, mode="exact", **{**options, "tail_steps": steps})
+        bias = _exact_bias(q, k, v, cotangent, {**options, "tail_steps": steps})
         seen.append(float(bias.relative))
         if seen[-1] <= tolerance:
             return TailDepth(steps, tuple(seen), True)
@@ -104,7 +112,7 @@ def _exact_bias(q, k, v, cotangent, options) -> ExactBias:
 
     full, surrogate = gradient(0, base + tail), gradient(base, tail)
     difference = tuple(one - other for one, other in zip(full, surrogate, strict=True))
-    return ExactBias(*difference, _norm(difference) / _norm(full))
+    return ExactBias(difference[0], difference[1], _norm(difference) / _norm(full))
 
 
 def _norm(arrays):

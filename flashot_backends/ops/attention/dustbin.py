@@ -56,8 +56,8 @@ def read_border(layout: Layout, dustbin, pairs: Pairs, active, score_unit, width
         query, key, value = (layout.spread(jnp.asarray(part)) for part in (dustbin.query, dustbin.key, dustbin.value))
         right, left = _scores(pairs, pairs.x, key), _scores(pairs, pairs.y, query)
         corner = (query.astype(acc) * key.astype(acc)).sum(-1) * pairs.scale
-    masked = (jnp.where(mask, part, -jnp.inf) for mask, part in zip(active, (right, left), strict=True))
-    return Border(*masked, corner, value.astype(acc))
+    right, below = (jnp.where(mask, part, -jnp.inf) for mask, part in zip(active, (right, left), strict=True))
+    return Border(right, below, corner, value.astype(acc))
 
 
 def _scores(pairs: Pairs, side, token):

@@ -66,7 +66,7 @@ def active_tokens(kernel, pairs: Pairs, dustbin: bool):
     """
     if pairs.mask is None and (dustbin or _band_reaches_all(pairs)):
         return None
-    if dustbin:
+    if dustbin and pairs.mask is not None:
         return tuple(spread(pairs.mask.any(axis), pairs.problems) for axis in (-1, -2))
     still = lax.stop_gradient(pairs)
     zeros = (jnp.zeros((pairs.problems, size), pairs.scale.dtype) for size in (pairs.columns, pairs.rows))

@@ -1,16 +1,15 @@
 """The surrogate and its exact derivative, for any number of half-steps (arXiv 2605.08123).
 
 Write the half-steps of the tail as w_1 … w_H, w_0 the stopped potential: w_t = log target_t − LSE(S + w_{t−1}),
-alternating sides, and P_t the plan of the pair (w_t, w_{t−1}). The output is O = P_H V. With g_t = ∂loss/∂w_t and G =
-P_H ∘ (dO Vᵀ),
+alternating sides, and P_t the plan of the pair (w_t, w_{t−1}). The output is O = P_H V. With g_t = ∂loss/∂w_t and
+G = P_H ∘ (dO Vᵀ),
 
     g_H = sums of G on the side of w_H
     g_{H−1} = sums of G on the other side − P_Hᵀ (g_H / target_H)
     g_{t−1} = −P_tᵀ (g_t / target_t)
     dS = G − Σ_t P_t ∘ (g_t / target_t)          broadcast across the other side of w_t
 
-P_t = P_H scaled by exp(w_t − w_last of its side) on rows and columns: one exponential per pair serves a whole group of
-terms.
+P_t = P_H scaled by exp(w_t − w_last of its side) on rows and columns, so one exponential per pair serves many terms.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from flashot_backends.kernels.attention.pairs import gather, spread
 from flashot_backends.ops.attention.problem import OTHER, Border, Problem, Schedule
 from flashot_backends.ops.attention.transport import Bordered
 
-#: Half-steps that share one reference tile. Potentials half-steps apart differ by at most log L each, so that six stay
-#: far #: inside float32's range; a longer tail takes one more pass for every six.
+#: Half-steps that share one reference tile. Potentials half-steps apart differ by at most log L each, so six stay far
+#: inside float32's range; a longer tail takes one more pass for every six.
 GROUP = 6
 
 
@@ -166,7 +165,7 @@ def _group(schedule, problem, ladder, gradients, end, start) -> _Terms:
     targets = {"rows": problem.log_a, "columns": problem.log_b}
     side = schedule.tail_sides[end - 1]
     reference = {side: ladder[end], OTHER[side]: ladder[end - 1]}
-    factors = {"rows": [], "columns": []}
+    factors: dict[str, list[jax.Array]] = {"rows": [], "columns": []}
     for step in range(end, start, -1):
         near = schedule.tail_sides[step - 1]
         moved = ladder[step] - reference[near]
@@ -181,7 +180,7 @@ def _pull_back(kernel, schedule, problem, ladder, cotangents, adjoint) -> Proble
     rows = Bordered(kernel, problem.pairs, problem.border)
     groups = _groups(schedule, problem, ladder, adjoint.gradients)
     d_out = cotangents[0].astype(problem.values.dtype)
-    border = None if problem.border is None else _border_gradient(rows, problem, groups, cotangents, adjoint)
+    border = None if rows.border is None else _border_gradient(rows, rows.border.value, groups, cotangents, adjoint)
     return Problem(
         pairs=_pairs_gradient(kernel, problem, groups, d_out),
         values=_shared(adjoint.values, problem.values),
@@ -226,15 +225,15 @@ def _target_gradient(schedule: Schedule, log_target, adjoint: Adjoint, side: str
     return sum(parts, jnp.zeros_like(log_target))
 
 
-def _border_gradient(rows: Bordered, problem: Problem, groups, cotangents, adjoint) -> Border:
+def _border_gradient(rows: Bordered, value, groups, cotangents, adjoint) -> Border:
     d_out, (d_right, d_below) = cotangents
-    n, m = problem.pairs.rows, problem.pairs.columns
+    n, m = rows.pairs.rows, rows.pairs.columns
     right = below = corner = 0
     for group in groups:
         plan = rows.border_plan(group.u, group.v)
         terms = -_border_terms(group.x[:, :n], group.y[:, m:]), -_border_terms(group.y[:, :m], group.x[:, n:])
         if group.direct:
-            from_bin = jnp.einsum("pne,pe->pn", d_out, problem.border.value, precision=lax.Precision.HIGHEST)
+            from_bin = jnp.einsum("pne,pe->pn", d_out, value, precision=lax.Precision.HIGHEST)
             terms = terms[0] + from_bin + d_right, terms[1] + d_below
         right, below = right + plan[0] * terms[0], below + plan[1] * terms[1]
         corner = corner - plan[2][:, 0] * (group.x[:, n] * group.y[:, m]).sum(-1)

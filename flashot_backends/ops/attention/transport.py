@@ -63,6 +63,7 @@ class Bordered:
     def border_plan(self, u: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The plan's entries on the border: (P, n), (P, m), (P, 1)."""
         border, n, m = self.border, self.pairs.rows, self.pairs.columns
+        assert border is not None  # only bordered plans are asked for it
         right = jnp.exp(border.right + u[:, :n] + w[:, m:])
         below = jnp.exp(border.below + w[:, :m] + u[:, n:])
         return right, below, jnp.exp(border.corner[:, None] + u[:, n:] + w[:, m:])

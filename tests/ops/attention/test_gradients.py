@@ -28,6 +28,10 @@ def loss_and_gradients(values, backend, kind, bin_kind, options):
     return jax.value_and_grad(loss)(values)
 
 
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def problem(kind, dtype=jnp.float64, bias=False):
     m = cases.support(kind)[1]
     q, k, v = cases.tokens(m=m, dtype=dtype)
@@ -44,14 +48,14 @@ def error(values, kind, bin_kind, **options):
 
 
 @pytest.mark.parametrize("last", ["columns", "rows"])
-@pytest.mark.parametrize("steps", [1, 2, *(pytest.param(more, marks=pytest.mark.slow) for more in (3, 4))])
+@pytest.mark.parametrize("steps", [2, *slow(1, 3, 4)])
 @pytest.mark.parametrize("kind", cases.SUPPORTS)
 def test_supports(x64, kind, steps, last):
     assert error(problem(kind), kind, None, tail_steps=steps, last_update=last) <= 1e-12
 
 
-@pytest.mark.parametrize("last", ["columns", "rows"])
-@pytest.mark.parametrize("kind", ["dense", "band", "padding", "mask", "rectangular"])
+@pytest.mark.parametrize("last", ["columns", *slow("rows")])
+@pytest.mark.parametrize("kind", ["band", *slow("dense", "padding", "mask", "rectangular")])
 @pytest.mark.parametrize("bin_kind", cases.DUSTBINS[1:])
 def test_dustbins(x64, bin_kind, kind, last):
     assert error(problem(kind), kind, bin_kind, last_update=last) <= 1e-12
@@ -59,12 +63,12 @@ def test_dustbins(x64, bin_kind, kind, last):
 
 @pytest.mark.parametrize("last", ["columns", "rows"])
 @pytest.mark.parametrize(("base", "tail"), [(0, 0.5), (2.5, 0.5), (1.5, 1.5), (0, 4.5)])
-@pytest.mark.parametrize("bin_kind", [None, "token"])
+@pytest.mark.parametrize("bin_kind", [None, *slow("token")])
 def test_half_steps(x64, bin_kind, base, tail, last):
     assert error(problem("band"), "band", bin_kind, base_steps=base, tail_steps=tail, last_update=last) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["dense", "band", "mask"])
+@pytest.mark.parametrize("kind", ["band", *slow("dense", "mask")])
 def test_bias(x64, kind):
     assert error(problem(kind, bias=True), kind, "score") <= 1e-12
 
@@ -98,6 +102,20 @@ def test_bfloat16_is_close_and_keeps_its_dtype(x64):
     assert cases.worst_error([g.astype(jnp.float64) for g in got], wanted) < 2e-2
 
 
+def test_gradient_of_a_gradient(x64):
+    q, k, v = cases.tokens(lead=())
+    weights = cases.normal(9, 11, 5)
+
+    def second(backend):
+        def first(q):
+            return jax.grad(lambda q: (sinkhorn_attention(q, k, v, base_steps=3, backend=backend) ** 2).sum())(q)
+
+        return jax.grad(lambda q: (first(q) * weights).sum())(q)
+
+    assert cases.worst_error(second("chunked"), second("reference")) <= 1e-12
+
+
+@pytest.mark.slow
 def test_small_strips_change_nothing(x64, monkeypatch):
     """Several strips, an uneven last one, and columns cut by the band."""
     from flashot_backends.kernels.attention import chunked
