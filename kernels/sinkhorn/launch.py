@@ -1,6 +1,7 @@
 """Launches: tile shapes from a table, and a thin way to start a kernel that was started before.
 
-Shapes come from ``tuning.json`` by card class and size, and from its defaults elsewhere; nothing is searched at run time.
+Shapes come from ``tuning.json`` by card class and size, and from its defaults elsewhere; nothing is searched at run
+time.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Shape(NamedTuple):
-    """A tile of pairs, the warps that share it, the depth of its pipeline, and how many fit on a multiprocessor."""
+    """A tile of pairs, the warps that share it, the depth of its pipeline, how many fit on a multiprocessor, and how
+    many
+    registers a thread may use for that (0: as the compiler likes)."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     resident: int
+    registers: int = 0
 
 
 @functools.cache
@@ -98,12 +102,18 @@ _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches"
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: tuple[Any, ...], options: Any, variant: Any = None
+    kernel: Any,
+    grid: tuple[int, int],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    options: Any,
+    variant: Any = None,
 ) -> None:
     """Start ``kernel``; from the second time on without looking at its arguments again.
 
-    ``constants`` are the trailing compile-time parameters, in order; ``options`` is a tuple of pairs. Integers have declared
-    types; ``variant`` tells whatever else the compiled code depends on: dtypes, and pointers that may not be aligned.
+    ``constants`` are the trailing compile-time parameters, in order; ``options`` is a tuple of pairs. Integers have
+    declared types; ``variant`` tells whatever else the compiled code depends on: dtypes, and pointers that may not be
+    aligned.
     """
     key = (kernel, torch.cuda.current_device() if not INTERPRETED else None, constants, options, variant)
     started = _started.get(key)
@@ -117,7 +127,8 @@ def launch(
             _started[key] = started
         return
     stream = torch._C._cuda_getCurrentRawStream(key[1])
-    started.run(grid[0], grid[1], 1, stream, started.function, started.packed_metadata, None, None, None, *args, *constants)
+    metadata = started.packed_metadata
+    started.run(grid[0], grid[1], 1, stream, started.function, metadata, None, None, None, *args, *constants)
 
 
 def compile_together(work: Callable[[], Any]) -> None:

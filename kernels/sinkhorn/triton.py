@@ -1,8 +1,9 @@
 """Triton on CUDA: the whole loop stays on the card, and no iteration waits for the host.
 
 Points with few coordinates go through direct differences, others through the matrix units in split float16 (see
-``triton_kernels.py``); matrices are read as they lie. Potentials live in base 2 with everything that depends on one side
-alone folded in, u_i = (f_i − |x_i|²) log₂e/ε for points, so that the inner loop is a product, an addition and a 2^t.
+``triton_kernels.py``); matrices are read as they lie. Potentials live in base 2 with everything that depends on one
+side alone folded in, u_i = (f_i − |x_i|²) log₂e/ε for points, so that the inner loop is a product, an addition and a
+2^t.
 
 Problems whose scores fit into the card's registers are solved in one launch; others take two launches an iteration.
 """
@@ -41,8 +42,8 @@ class Tile(NamedTuple):
     resident: int
 
 
-NARROW, WIDE = Tile(64, 128, 4, 4), Tile(64, 256, 8, 2)
-REGISTERS = 128  # a thread may use where as many programs as promised above must be resident; else the compiler's choice
+TILE = Tile(64, 128, 4, 4)
+REGISTERS = 128  # a thread may use where as many programs as promised above must be resident
 MOST_TILES = 32  # along one side of a problem
 
 
@@ -77,8 +78,8 @@ def _get_ready(cost: Cost, epsilon: Tensor, precision: str) -> None:
     batch, n, m = cost.size
     width = 0 if cost.x is None else cost.x.shape[-1]
     large = batch * n * m > 1 << 22
-    kind = (torch.cuda.current_device(), cost.first.dtype, min(padded_width(width), 2 * CHUNK), width <= FMA_DIMENSIONS and width)
-    key = (*kind, precision, large)
+    held = width if width <= FMA_DIMENSIONS else min(padded_width(width), 2 * CHUNK)
+    key = (torch.cuda.current_device(), cost.first.dtype, held, precision, large)
     if key in _ready or torch.cuda.is_current_stream_capturing():
         return
 
@@ -242,11 +243,12 @@ class Update:
             self.prepared.width // 64, self.prepared.batch_stride, *_strides(self.prepared),
         )  # fmt: skip
         self.constants = (*op.constants, shape.rows, shape.columns, shape.stages)
-        self.options = (("num_warps", shape.warps), ("num_stages", shape.stages))
+        limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
+        self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
 
     def __call__(
-        self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor, done: Tensor,
-        first: bool,
+        self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
+        done: Tensor, first: bool,
     ) -> None:
         """Update from the columns' bias; ``first`` where there is no previous potential to stabilise with."""
         from .triton_kernels import update
@@ -330,8 +332,8 @@ class Loop:
 
         columns = self.prepared.columns
         args = (
-            self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.count, columns.blocks,
-            self.b.stride(0),
+            self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.count,
+            columns.blocks, self.b.stride(0),
         )  # fmt: skip
         launch(check, (self.op.batch, 1), args, (norm == "l2", 1024), (("num_warps", 4),), self.b.data_ptr() % 16)
 
@@ -355,17 +357,16 @@ class Loop:
         op, prepared = self.op, self.prepared
         rows, columns = prepared.rows, prepared.columns
         tiles_q, tiles_k = -(-rows.count // tile.rows), -(-columns.count // tile.columns)
-        row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
-        column_parts, error_parts = op.new(op.batch, tiles_q, columns.blocks * PAD), op.new(op.batch, tiles_k)
+        sizes = [2 * tiles_k * rows.blocks * PAD, 2 * tiles_q * columns.blocks * PAD, 2 * tiles_k]
+        words = torch.zeros(op.batch * sum(sizes), dtype=torch.int64, device=op.device)
+        parts = words.split([op.batch * size for size in sizes])
         args = (
-            rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b, self.u,
-            self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, op.zeros(op.batch),
-            prepared.slopes, rows.count, columns.count, tiles_q, tiles_k, max_iterations, check_every, tolerance, rows.blocks,
-            columns.blocks, self.b.stride(0), prepared.width // 64,
-            prepared.batch_stride, *_strides(prepared),
+            rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b,
+            self.u, self.v[0], self.iterations, self.error, *parts, prepared.slopes, rows.count, columns.count, tiles_q,
+            tiles_k, max_iterations, check_every, tolerance, rows.blocks, columns.blocks, self.b.stride(0),
+            prepared.width // 64, prepared.batch_stride, *_strides(prepared),
         )  # fmt: skip
-        counts = tuple(8 if tiles <= 8 else MOST_TILES for tiles in (tiles_q, tiles_k))
-        constants = (*op.constants, tile.rows, tile.columns, *counts, norm == "l2")
+        constants = (*op.constants, tile.rows, tile.columns, norm == "l2")
         options = [("num_warps", tile.warps), ("num_stages", 2)]
         if not INTERPRETED:
             options.append(("launch_cooperative_grid", True))
@@ -385,8 +386,9 @@ class Loop:
         converged = torch.empty(op.batch, device=op.device, dtype=torch.bool)
         other = self.v[0].numel() if self.parity else 0
         args = (
-            self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, self.error, f, g, iterations,
-            converged, rows.count, columns.count, rows.blocks, columns.blocks, other, epsilon.stride(0), tolerance,
+            self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, self.error, f, g,
+            iterations, converged, rows.count, columns.count, rows.blocks, columns.blocks, other, epsilon.stride(0),
+            tolerance,
         )  # fmt: skip
         grid = (rows.blocks + columns.blocks, op.batch)
         variant = epsilon.data_ptr() % 16
@@ -395,14 +397,12 @@ class Loop:
 
 
 def fitting_tile(op: Fused) -> Tile | None:
-    """The tile with which every score of the batch lies in some register at the same time, if there is one."""
-    for tile in (WIDE, NARROW) if op.columns <= WIDE.columns else (NARROW,):
-        along = -(-op.rows // tile.rows), -(-op.columns // tile.columns)
-        slots = processors(op.device) * tile.resident if op.device.type == "cuda" else 0
-        alone = along == (1, 1)  # programs need not meet: they may run one after another, as in the interpreter
-        if max(along) <= MOST_TILES and (op.batch * math.prod(along) <= slots or (alone and op.device.type == "cpu")):
-            return tile
-    return None
+    """The tile with which every score of the batch lies in some register at the same time, or None."""
+    along = -(-op.rows // TILE.rows), -(-op.columns // TILE.columns)
+    if op.device.type != "cuda":
+        return TILE if along == (1, 1) else None  # the interpreter runs one program after another: none may wait
+    slots = processors(op.device) * TILE.resident
+    return TILE if max(along) <= MOST_TILES and op.batch * math.prod(along) <= slots else None
 
 
 def to_host(found: Tensor) -> tuple[Tensor, Any]:
@@ -453,9 +453,9 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
     variant = (x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, epsilon.data_ptr() % 16)
     for again in range(2 if kind == DOT else 1):
         args = (
-            x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm, slopes,
-            extents, flags, rows.count, columns.count, rows.blocks, columns.blocks, d, width, again, *x.stride(), *y.stride(),
-            epsilon.stride(0),
+            x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm,
+            slopes, extents, flags, rows.count, columns.count, rows.blocks, columns.blocks, d, width, again,
+            *x.stride(), *y.stride(), epsilon.stride(0),
         )  # fmt: skip
         launch(kernel, grid, args, (kind, chunk, block), (("num_warps", 4),), variant)
     return Prepared(kind, width, rows, columns, slopes, flags, 0, kind)

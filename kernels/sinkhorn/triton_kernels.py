@@ -1,7 +1,8 @@
 """Device code of the Triton kernels. Everything is in base 2, float32.
 
 A score S_ij is −C_ij log₂e/ε up to terms of i alone and of j alone, which the potentials absorb:
-``DOT``     S = x'·y' with x' = (x − centre) √(2 log₂e/ε): squared distances through the matrix units, each operand split into
+``DOT``     S = x'·y' with x' = (x − centre) √(2 log₂e/ε): squared distances through the matrix units, each operand
+split into
             two float16 parts, x' = hi + lo, and three products accumulated in float32 (22 bits of every operand);
 ``FMA``     S = −Σ_k (x'_k − y'_k)² with x' = (x − centre) √(log₂e/ε): few coordinates, direct differences;
 ``MATRIX``  S = −M log₂e/ε.
@@ -17,7 +18,8 @@ import triton.language as tl
 
 
 def kernel(function: Any) -> Any:
-    """Compile for any value of the declared numbers: nothing is assumed of what divides them, nothing is compiled again."""
+    """Compile for any value of the declared numbers: nothing is assumed of what divides them, nothing is compiled
+    again."""
     numbers = [name for name, kind in function.__annotations__.items() if "constexpr" not in kind]
     return triton.jit(function, do_not_specialize=numbers)
 
@@ -30,13 +32,18 @@ HUGE = tl.constexpr(2.0**90)
 TINY = tl.constexpr(2.0**-90)
 
 
+# Partial sums of so many programs are looked at together.
+TOGETHER = tl.constexpr(8)
+# An epoch that no loop reaches, for words that are not there.
+NEVER = tl.constexpr(1 << 62)
 # Prepared arrays are padded to this many rows, so that no load inside a loop needs a mask.
 PAD = tl.constexpr(512)
 
 
 @triton.jit
 def middle(x, y, n, m, dims, inside, stride_x, stride_y, stride_dx, stride_dy):
-    """The midpoint of the means of up to 32 points a side, spread over the clouds: near the data, the same for everybody.
+    """The midpoint of the means of up to 32 points a side, spread over the clouds: near the data, the same for
+    everybody.
 
     Any common shift leaves the costs alone; one near the points keeps the digits.
     """
@@ -56,7 +63,8 @@ def prepare(
     batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64, stride_epsilon: tl.int64,
     KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Centre and scale the points of both sides: to two float16 arrays (B, padded, width) and |x'|²/2 (DOT), or to float32
+    """Centre and scale the points of both sides: to two float16 arrays (B, padded, width) and |x'|²/2 (DOT), or to
+    float32
     coordinates (B, d, padded) (FMA).
 
     A second launch (``again``) repeats the work with smaller numbers where one would not have fitted into float16; the
@@ -128,7 +136,8 @@ def start(
     n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64,
     batch_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases; masses and bad weights."""
+    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases; masses and bad
+    weights."""
     b = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     if block < blocks_q:
@@ -252,8 +261,8 @@ def row_sums(
 ):
     """(t_i, s_i) with Σ_j 2^(S_ij + bias_j) = s_i 2^t_i over the columns first … last.
 
-    Around t = −u, the previous potential, or around the running maximum (TRACK). A row sum of a bad stabiliser shows: it
-    leaves (TINY, HUGE).
+    Around t = −u, the previous potential, or around the running maximum (TRACK). A row sum of a bad stabiliser shows:
+    it leaves (TINY, HUGE).
     """
     BLOCK_M: tl.constexpr = rows.shape[0]
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -323,8 +332,7 @@ def coordinates(chunks, D: tl.constexpr):
     """How many coordinates the prepared points have: known when compiled (D), or whole chunks of 64."""
     if D > 0:
         return D
-    else:
-        return chunks * 64
+    return chunks * 64
 
 
 @triton.jit
@@ -332,8 +340,7 @@ def of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND: tl.constexpr
     """Where the b-th problem's rows and columns begin."""
     if KIND == MATRIX:
         return q1 + b * batch, q2, k1, k2
-    else:
-        return q1 + b * pad_q * width, q2 + b * pad_q * width, k1 + b * pad_k * width, k2 + b * pad_k * width
+    return q1 + b * pad_q * width, q2 + b * pad_q * width, k1 + b * pad_k * width, k2 + b * pad_k * width
 
 
 @triton.jit
@@ -341,10 +348,9 @@ def known_strides(stride_q, stride_k, UNIT: tl.constexpr, ALIGN: tl.constexpr):
     """A matrix' strides: which one is 1 is known when compiled, and the other comes divided by ALIGN."""
     if UNIT == 1:
         return 1, stride_k * ALIGN
-    elif UNIT == 2:
+    if UNIT == 2:
         return stride_q * ALIGN, 1
-    else:
-        return stride_q, stride_k
+    return stride_q, stride_k
 
 
 @triton.jit
@@ -365,7 +371,8 @@ def update(
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
 ):
-    """One update of every row potential, the columns split over programs; the last program of a block of rows merges."""
+    """One update of every row potential, the columns split over programs; the last program of a block of rows
+    merges."""
     b = tl.program_id(1).to(tl.int64)
     if tl.load(done + b) != 0:
         return
@@ -447,18 +454,6 @@ def check(
 
 
 @triton.jit
-def meet(counter, target):
-    """Wait until every program of a problem has come here; what they wrote before is visible after."""
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel") + 1
-    while arrived < target:
-        arrived = tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-    tl.debug_barrier()
-
-
-@triton.jit
 def log_sum(t, AXIS: tl.constexpr):
     """log₂ Σ 2^t along an axis, around the maximum."""
     top = tl.max(t, AXIS)
@@ -471,30 +466,63 @@ def log_sum(t, AXIS: tl.constexpr):
 
 
 @triton.jit
-def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.constexpr):
-    """Add up, in base-2 logarithms, what the ``count`` programs that share some rows (or columns) have found."""
-    tl.store(parts + part * pad + lanes, own)
-    meet(counter, target)
-    which = tl.arange(0, COUNT)
-    there = which[:, None] < count
-    found = tl.load(parts + which[:, None] * pad + lanes[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
-    return log_sum(found, 0)
+def exchange(own, parts, part, count, lanes, pad, epoch):
+    """Add up, in base-2 logarithms, what all ``count`` programs that share some rows (or columns) have found for them.
+
+    Value and epoch travel in one 64-bit word, so that a word that carries the epoch carries its value too: nobody
+    waits for a barrier. Two sets of words take turns. A program overwrites a set two epochs later, and by then it has
+    seen words of the epoch between from everybody, who wrote them after reading this one.
+    """
+    parts += (epoch % 2) * count * pad
+    word = (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+    tl.store(parts + part * pad + lanes, word)
+    top = tl.full(own.shape, float("-inf"), tl.float32)
+    total = tl.zeros(own.shape, tl.float32)
+    for first in range(0, count, TOGETHER):
+        which = first + tl.arange(0, TOGETHER)
+        where = parts + which[:, None] * pad + lanes[None, :]
+        there = (which[:, None] < count) & (lanes[None, :] >= 0)
+        words = tl.load(where, mask=there, other=NEVER, volatile=True)
+        while tl.min(tl.min(words >> 32, 1), 0) < epoch:
+            words = tl.load(where, mask=there, other=NEVER, volatile=True)
+        found = tl.where(there, (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+        higher = tl.maximum(top, tl.max(found, 0))
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(top - pivot) + tl.sum(tl.exp2(found - pivot[None, :]), 0)
+        top = higher
+    return top + tl.log2(total)
+
+
+@triton.jit
+def collect(part, parts, tile_q, tile_k, count, epoch):
+    """The sum of what the programs along the first rows found, for every program of the problem. Words as in
+    exchange."""
+    parts += (epoch % 2) * count
+    if tile_q == 0:
+        word = (part.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+        tl.store(parts + tile_k, word)
+    which = tl.arange(0, 32)
+    words = tl.load(parts + which, mask=which < count, other=NEVER, volatile=True)
+    while tl.min(words >> 32, 0) < epoch:
+        words = tl.load(parts + which, mask=which < count, other=NEVER, volatile=True)
+    found = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.sum(tl.where(which < count, found, 0.0), 0)
 
 
 @kernel
 def resident(
-    q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts, error_parts,
-    counters, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32,
+    q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts,
+    error_parts, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32,
     check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
     chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr,
-    SQUARED: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SQUARED: tl.constexpr,
 ):
-    """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to the last.
+    """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to
+    the last.
 
-    The programs of a problem meet at most twice an iteration, to add up partial row sums and partial column sums. All
-    programs must run at the same time. Sums are exchanged relative to the previous potentials, so that no digits go.
+    The programs of a problem exchange partial row sums and partial column sums once an iteration each. All programs
+    must run at the same time. Sums are exchanged relative to the previous potentials, so that no digits go.
     """
     group = tiles_q * tiles_k
     b = (tl.program_id(0) // group).to(tl.int64)
@@ -510,7 +538,8 @@ def resident(
         scores = dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK, PRODUCTS, 2) * slope
     elif KIND == FMA:
         scores = fma_tile(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), coordinate(q1, rows, pad_q, 0, D), coordinate(q1, rows, pad_q, 1, D),
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
+            coordinate(q1, rows, pad_q, 0, D), coordinate(q1, rows, pad_q, 1, D),
             coordinate(q1, rows, pad_q, 2, D), coordinate(q1, rows, pad_q, 3, D), coordinate(q1, rows, pad_q, 4, D),
             coordinate(q1, rows, pad_q, 5, D), coordinate(q1, rows, pad_q, 6, D), coordinate(q1, rows, pad_q, 7, D),
             k1, cols, pad_k, D,
@@ -522,39 +551,34 @@ def resident(
         scores = cost.to(tl.float32) * slope
     a = tl.load(log_a + b * pad_q + rows)
     c = tl.load(log_b + b * pad_k + cols)
-    row_parts += b * tiles_k * pad_q
-    column_parts += b * tiles_q * pad_k
-    counter = counters + b
-    met = group
+    row_parts += b * 2 * tiles_k * pad_q
+    column_parts += b * 2 * tiles_q * pad_k
+    error_parts += b * 2 * tiles_k
+    epoch = tile * 0 + 1
+    looks = tile * 0
     own = log_sum(scores + tl.load(row_bias + b * pad_q + rows)[:, None], 0)
-    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT_Q)
+    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, epoch)
     u = tl.zeros([BLOCK_M], tl.float32)
-    found = 0.0
-    iteration = 0
-    going = 1
+    found = tl.sum(u, 0)
+    iteration = tile * 0
+    going = tile * 0 + 1
     while going == 1:
         iteration += 1
         bias = tl.where(c == float("-inf"), c, c + v)
         change = log_sum(scores + bias[None, :], 1) + u
         if tiles_k > 1:
-            met += group
-            change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, counter, met, COUNT_K)
+            change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, epoch)
         u -= change
         bias_q = tl.where(a == float("-inf"), a, a + u)
-        met += group
+        epoch += 1
         own = log_sum(scores + bias_q[:, None], 0) + v
-        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT_Q)
+        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, epoch)
         if ((iteration - 1) % check_every == 0) | (iteration == max_iterations):
             mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
             violation = tl.where(mass > 0, mass * (tl.exp2(change) - 1.0), 0.0)
             part = tl.sum(violation * violation if SQUARED else tl.abs(violation), 0)
-            if tile_q == 0:
-                tl.store(error_parts + b * tiles_k + tile_k, part)
-            met += group
-            meet(counter, met)
-            found = 0.0
-            for k in range(tiles_k):
-                found += tl.load(error_parts + b * tiles_k + k, cache_modifier=".cg")
+            looks += 1
+            found = collect(part, error_parts, tile_q, tile_k, tiles_k, looks)
             if SQUARED:
                 found = tl.sqrt(found)
             if (found < tolerance) | (iteration == max_iterations):

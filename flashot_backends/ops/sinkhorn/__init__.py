@@ -1,7 +1,7 @@
 """Entropic optimal transport: ``solve`` a problem, or take the ``softmin`` that every solver is made of.
 
-Cuturi, "Sinkhorn distances", NeurIPS 2013; log-domain updates as in Peyré and Cuturi, "Computational Optimal Transport",
-2019, section 4.4.
+Cuturi, "Sinkhorn distances", NeurIPS 2013; log-domain updates as in Peyré and Cuturi, "Computational Optimal
+Transport", 2019, section 4.4.
 """
 
 from __future__ import annotations

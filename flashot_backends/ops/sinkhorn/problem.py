@@ -85,7 +85,7 @@ def weights(given: Any, name: str, count: int, cost: Any) -> Tensor:
 def regularisation(given: Any, device: torch.device) -> Tensor:
     """ε as float64 on the device; a tensor keeps its gradient."""
     if isinstance(given, bool | str) or given is None:
-        raise TypeError(f"epsilon is {given!r}; accepted is a positive number, or an array of them, one for each problem")
+        raise TypeError(f"epsilon is {given!r}; accepted is a positive number, or an array of one for each problem")
     if isinstance(given, numbers.Real):
         if not 0 < given < math.inf:
             raise ValueError(f"epsilon is {given}; accepted is a positive finite number")
@@ -159,7 +159,9 @@ def judge(name: str, value: float, mass_tolerance: float) -> None:
         raise ValueError(f"the masses of a and b differ by {value:.3g} of the mass; accepted are equal masses")
 
 
-def make_softmin(cost: Any, h: Any, epsilon: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+def make_softmin(
+    cost: Any, h: Any, epsilon: Any
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Check the arguments of ``softmin`` and flatten them: x, y (or None), h, ε, and how to shape the result."""
     problem = make_problem(cost, None, None, epsilon)
     m = cost.shape[-1]

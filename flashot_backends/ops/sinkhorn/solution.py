@@ -19,8 +19,8 @@ class Solution:
     """Potentials of an entropic transport problem, and its plan without the matrix.
 
     The plan is P_ij = a_i b_j exp((f_i + g_j − C_ij)/ε) (Peyré and Cuturi, Computational Optimal Transport, 2019,
-    eq. 4.12). Results come as the kind of array that the cost was given in; torch results carry the exact gradient of the
-    iterations that were run.
+    eq. 4.12). Results come as the kind of array that the cost was given in; torch results carry the exact gradient of
+    the iterations that were run.
 
     Attributes
     ----------
@@ -119,7 +119,8 @@ class Solution:
         vector = values.ndim <= batch_axes + 1 and values.shape[-1:] == (count,)
         values = values.unsqueeze(-1) if vector else values
         if values.ndim < 2 or values.shape[-2] != count:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}; accepted are (..., {count}) and (..., {count}, k)")
+            shape = tuple(given.shape)
+            raise ValueError(f"{name} has shape {shape}; accepted are (..., {count}) and (..., {count}, k)")
         flat = problem.flat(values, tuple(values.shape[-2:]), name)
         out = problem.shaped(torch_ops.apply(x, y, s, t, problem.epsilon, flat, *self._how))
         return problem.restore(out[..., 0] if vector else out)

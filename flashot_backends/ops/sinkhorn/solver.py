@@ -44,7 +44,7 @@ class Control(NamedTuple):
 
 
 class State(NamedTuple):
-    """The outcome, by batch element: potentials (B, n) and (B, m), iterations, marginal error, and whether it is small."""
+    """The outcome by batch element: potentials (B, n) and (B, m), iterations, error, and whether it is small."""
 
     f: Tensor
     g: Tensor
@@ -98,7 +98,7 @@ def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control) ->
 
 
 def looks(iteration: int, control: Control) -> bool:
-    """Whether the error is looked at after this iteration: the first, every ``check_every``-th from it, and the last."""
+    """Whether to look at the error after this iteration: the first, every ``check_every``-th from it, the last."""
     return (iteration - 1) % control.check_every == 0 or iteration == control.max_iterations
 
 
@@ -115,7 +115,7 @@ def _with_massless(operator: Any, log_a: Tensor, log_b: Tensor, g: Tensor, f: Te
 
 
 def scaling(log_weight: Tensor, potential: Tensor, epsilon: Tensor) -> Tensor:
-    """log a + f/ε, and −inf where there is no mass, whose potential (+inf where it may go nowhere) has no derivative."""
+    """log a + f/ε, and −inf without mass: its potential, +inf where it may go nowhere, has no derivative."""
     massless = log_weight == -torch.inf
     return torch.where(massless, log_weight, log_weight + torch.where(massless, 0.0, potential) / epsilon[:, None])
 

@@ -45,6 +45,7 @@ class StreamedOp:
         self.__name__, self.__doc__ = name, compute.__doc__
 
     def __call__(self, *args: Any) -> Any:
+        """Compute, in the dress that fits."""
         if not plain(args):
             return self.general.apply(*args) if transformed() else self.custom(*args)
         if torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in args):
