@@ -268,23 +268,25 @@ class Points(Blocks):
 
     def __init__(self, cost: Cost, epsilon: Tensor, centred: tuple[Tensor, Tensor] | None = None):
         super().__init__(cost, epsilon)
-        self.x, self.y = centred or centre(cost, self.dtype)
-        scale = (2 * LOG2_E / epsilon).sqrt().to(self.dtype)[:, None, None]
-        self.scaled_x, self.scaled_y = self.x * scale, self.y * scale
+        self.centred = centred or centre(cost)
+        self.x, self.y = (points.to(self.dtype) for points in self.centred)
+        scale = (2 * LOG2_E / epsilon.double()).sqrt()[:, None, None]
+        self.scaled_x, self.scaled_y = ((points * scale).to(self.dtype) for points in self.centred)
         self.norm_x, self.norm_y = half_square(self.scaled_x), half_square(self.scaled_y)
 
     def at(self, epsilon: Tensor) -> Points:
         """The same points under another ε."""
-        return Points(self.cost, epsilon, (self.x, self.y))
+        return Points(self.cost, epsilon, self.centred)
 
     @property
     def T(self) -> Points:  # noqa: N802
         """The operator that works along columns."""
-        return Points(self.cost.T, self.exact_epsilon, (self.y, self.x))
+        return Points(self.cost.T, self.exact_epsilon, self.centred[::-1])
 
     def select(self, index: Tensor) -> Points:
         """The operator of some problems of the batch."""
-        return Points(self.cost.select(index), self.exact_epsilon[index], (self.x[index], self.y[index]))
+        x, y = self.centred
+        return Points(self.cost.select(index), self.exact_epsilon[index], (x[index], y[index]))
 
     def scaled(self, strip: Strip) -> Tensor:
         """C/ε, never negative."""
@@ -301,7 +303,7 @@ class Points(Blocks):
         x̂_i·ŷ_j − |x̂_i|²/2 − |ŷ_j|²/2.
         """
         r = -self.norm_x if r is None else r * LOG2_E - self.norm_x
-        t = t * LOG2_E - self.norm_y
+        r, t = r.to(self.dtype), (t * LOG2_E - self.norm_y).to(self.dtype)
         left = torch.cat([self.scaled_x, r[:, :, None], torch.ones_like(r)[:, :, None]], -1)
         right = torch.cat([self.scaled_y, torch.ones_like(t)[:, :, None], t[:, :, None]], -1)
         return left, right.transpose(-1, -2).contiguous()
@@ -311,15 +313,33 @@ class Points(Blocks):
         left, right = terms
         return torch.bmm(left[strip], right[strip.batch])  # type: ignore[index]
 
+    def softmin(self, h: Tensor) -> Tensor:
+        """−ε log Σ_j exp(h_j − C_ij/ε), each strip around its own maximum."""
+        out, terms = self.zeros(self.batch, self.rows), self._column_terms(h)
+        with exact_products(self.device):
+            for strip in self.strips():
+                out[strip] = log2_sum_exp2(self.exponents(strip, terms))
+        return self._with_row_terms(out)
+
     def softmin_slope(self, h: Tensor) -> Softmin:
         """Each row's softmin and 2 (x_i − Σ_j p_ij y_j), in one pass."""
-        value, mean_y, terms = self.zeros(self.batch, self.rows), torch.empty_like(self.x), self.terms(None, h)
+        value, mean_y, terms = self.zeros(self.batch, self.rows), torch.empty_like(self.x), self._column_terms(h)
         with exact_products(self.device):
             for strip in self.strips():
                 e, top, total = around_maximum(self.exponents(strip, terms))
                 value[strip] = top + total.log2()
                 mean_y[strip] = torch.bmm(e, self.y[strip.batch]) / total[:, :, None]
-        return Softmin(value.mul_(-LN_2 * self.epsilon[:, None]), 2 * (self.x - mean_y))
+        return Softmin(self._with_row_terms(value), 2 * (self.x - mean_y))
+
+    def _column_terms(self, t: Tensor) -> Terms:
+        """Like ``terms``, without what depends on the row alone: that is better added to the row's result, in
+        float64."""
+        t = (t * LOG2_E - self.norm_y).to(self.dtype)[:, :, None]
+        left = torch.cat([self.scaled_x, self.scaled_x.new_ones(self.batch, self.rows, 1)], -1)
+        return left, torch.cat([self.scaled_y, t], -1).transpose(-1, -2).contiguous()
+
+    def _with_row_terms(self, log2_sums: Tensor) -> Tensor:
+        return ((self.norm_x - log2_sums) * (LN_2 * self.exact_epsilon[:, None])).to(self.dtype)
 
     def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
         """∂C/∂x_i = 2 (x_i − y_j), and the opposite for y."""
@@ -334,7 +354,9 @@ class Distances(Blocks):
     def __init__(self, cost: Cost, epsilon: Tensor, centred: tuple[Tensor, Tensor] | None = None):
         super().__init__(cost, epsilon)
         direct = cost.first.shape[-1] <= DIRECT_DIMENSIONS
-        self.x, self.y = centred or centre(cost, self.dtype if direct else torch.float64)
+        self.x, self.y = centred or centre(cost)
+        if direct:
+            self.x, self.y = self.x.to(self.dtype), self.y.to(self.dtype)
         self.floor, self.direct = FLOORS[cost.metric], direct
         self.coordinates = self.y.transpose(-1, -2).contiguous()
 
@@ -421,12 +443,12 @@ class Distances(Blocks):
         totals[1][strip.batch] += self._away(strip, weights).to(self.dtype)
 
 
-def centre(cost: Cost, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both clouds relative to the midpoint of their means, computed in float64."""
+def centre(cost: Cost) -> tuple[Tensor, Tensor]:
+    """Both clouds relative to the midpoint of their means, in float64."""
     assert cost.x is not None and cost.y is not None
     x, y = cost.x.double(), cost.y.double()
     middle = 0.5 * (mean(x) + mean(y))
-    return (x - middle).to(dtype), (y - middle).to(dtype)
+    return x - middle, y - middle
 
 
 def mean(points: Tensor) -> Tensor:
@@ -435,8 +457,8 @@ def mean(points: Tensor) -> Tensor:
 
 
 def half_square(points: Tensor) -> Tensor:
-    """|x|²/2, summed in float64."""
-    return (0.5 * points.double().square().sum(-1)).to(points.dtype)
+    """|x|²/2, in float64."""
+    return 0.5 * points.double().square().sum(-1)
 
 
 def exp2(exponents: Tensor) -> Tensor:
@@ -479,13 +501,15 @@ def times_cost(plan: Tensor, scaled: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Keep float32 products float32 on a card, also where the user allowed TF32 for their own."""
+    """Keep products as wide as their operands, also where the user allowed autocast or TF32 for their own."""
     matmul = torch.backends.cuda.matmul
-    if device.type != "cuda" or not matmul.allow_tf32:
+    narrows = device.type == "cuda" and matmul.allow_tf32
+    if not narrows and not torch.is_autocast_enabled(device.type):
         yield
         return
-    matmul.allow_tf32 = False
+    matmul.allow_tf32 = matmul.allow_tf32 and not narrows
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
-        matmul.allow_tf32 = True
+        matmul.allow_tf32 = matmul.allow_tf32 or narrows
