@@ -43,4 +43,11 @@ def flashot_register_adapters() -> list[AdapterSpec]:
             distribution="pylate",
             versions=">=1.3,<1.7",
         ),
+        AdapterSpec(
+            name="geomloss",
+            modules=("geomloss.samples_loss", "geomloss._legacy.samples_loss"),
+            target="flashot_backends.adapters.geomloss:adapt",
+            distribution="geomloss",
+            versions=">=0.2.6,<0.4",
+        ),
     ]
