@@ -1,0 +1,87 @@
+"""What the tests of the Triton kernels share, interpreted and on a card: problems, layouts, and how close is right."""
+
+import torch
+
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve
+from tests.ops.sinkhorn_cases import distances, normal, plan, sinkhorn, weights
+
+GRADE = 3e-6  # of float32: an error of so much in an exponent, relative to the largest
+
+
+def points(n, m, d, batch=(), dtype=torch.float32, device="cpu", scale=1.0):
+    """Two clouds and a regularisation that keeps the largest exponents around a hundred."""
+    x = (scale * normal(*batch, n, d)).to(device, dtype)
+    y = (scale * normal(*batch, m, d, seed=1)).to(device, dtype)
+    return (x, y), 0.3 * d * scale**2
+
+
+def matrix(n, m, batch=(), dtype=torch.float32, device="cpu"):
+    """Costs of a few units."""
+    return (normal(*batch, n, m).abs().to(device, dtype),), 0.3
+
+
+def _strided(tensor):
+    wide = torch.empty(*tensor.shape[:-1], 2 * tensor.shape[-1] + 3, dtype=tensor.dtype, device=tensor.device)
+    view = wide[..., 1 : 1 + 2 * tensor.shape[-1] : 2]
+    return view.copy_(tensor)
+
+
+def _sliced(tensor):
+    wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 5, dtype=tensor.dtype, device=tensor.device)
+    return wide[..., 3 : 3 + tensor.shape[-1]].copy_(tensor)
+
+
+def _odd_offset(tensor):
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+LAYOUTS = {
+    "row-major": lambda t: t.contiguous(),
+    "column-major": lambda t: t.mT.contiguous().mT,
+    "sliced": _sliced,
+    "strided": _strided,
+    "odd offset": _odd_offset,
+    "odd offset, column-major": lambda t: _odd_offset(t.mT.contiguous()).mT,
+}
+
+
+def make_cost(tensors):
+    return DenseCost(*tensors) if len(tensors) == 1 else PointCloud(*tensors)
+
+
+def dense(tensors):
+    return tensors[0].double() if len(tensors) == 1 else distances(*(part.double() for part in tensors))
+
+
+def largest_exponent(M, epsilon):
+    finite = M.masked_fill(M.isinf(), 0) / torch.as_tensor(epsilon, dtype=M.dtype, device=M.device)[..., None, None]
+    return 1 + float(finite.abs().max())
+
+
+def check(backend, tensors, epsilon, a=None, b=None, iterations=4, start=None, norm="l1", grade=GRADE, **options):
+    """A few iterations against the plain solver in float64, on the rows and columns that have mass."""
+    M = dense(tensors)
+    device, (*_, n, m) = M.device, M.shape
+    options |= {"init": None if start is None else (start, None), "max_iterations": iterations, "tolerance": 0}
+    solution = solve(make_cost(tensors), a, b, epsilon=epsilon, norm=norm, backend=backend, **options)
+    a = torch.full((n,), 1 / n, device=device) if a is None else a
+    b = torch.full((m,), 1 / m, device=device) if b is None else b
+    f, g = sinkhorn(M, a.double(), b.double(), epsilon, iterations, None if start is None else start.double())
+    exact = plan(M, a.double(), b.double(), f, g, epsilon).nan_to_num()
+    unit = torch.as_tensor(epsilon, dtype=torch.float64, device=device)[..., None]
+    allowed = grade * largest_exponent(M, epsilon)
+    for found, wanted, mass in ((solution.f, f, a), (solution.g, g, b)):
+        assert found.dtype == torch.float32 and found.shape == wanted.shape
+        wrong = ((found.double() - wanted) / unit).abs()[(mass > 0).expand_as(wanted)]
+        assert wrong.isfinite().all() and float(wrong.max()) <= allowed, f"{float(wrong.max()):.3g} > {allowed:.3g}"
+    error = (exact.sum(-2) - b.double()).norm(p=1 if norm == "l1" else 2, dim=-1)
+    slack = 5 * allowed * float(b.double().sum(-1).max())
+    torch.testing.assert_close(solution.error.double(), error, rtol=1e-3, atol=slack)
+    assert (solution.iterations == iterations).all()
+    return solution
+
+
+def uneven(n, m, batch=(), device="cpu", zeros=0):
+    """Uneven weights in float32 of one mass."""
+    options = {"dtype": torch.float32, "device": device, "zeros": zeros}
+    return weights(*batch, n, **options), weights(*batch, m, seed=1, **options)

@@ -1,0 +1,24 @@
+"""The tests of the Triton kernels in Triton's interpreter, which must be switched on before Triton is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in HERE.glob("test_*_triton.py"))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process")
+@pytest.mark.parametrize("name", FILES)
+def test_interpreted(name):
+    switches = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / name)]
+    done = subprocess.run(command, cwd=HERE.parents[1], env=os.environ | switches, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,289 @@
+"""The Triton kernels, interpreted on the CPU or compiled where there is a card, against a plain solver in float64."""
+
+import math
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a card, or TRITON_INTERPRET=1 (see test_interpreted.py)", allow_module_level=True)
+
+from flashot_backends import dispatch  # noqa: E402
+from flashot_backends.kernels.sinkhorn import shapes, triton  # noqa: E402
+from flashot_backends.ops.sinkhorn import softmin, solve  # noqa: E402
+from flashot_backends.plugins import KernelSpec  # noqa: E402
+from tests.ops.sinkhorn_cases import INF, normal, sinkhorn  # noqa: E402
+
+from .sinkhorn_triton_cases import LAYOUTS, check, dense, largest_exponent, make_cost, matrix, points, uneven  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+NAME = "interpreted" if INTERPRETED else "triton"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = shapes.TEST_ONE_TILE + shapes.TEST_TILES
+ONE, SEVERAL = (5, 7), (70, 150)
+both = pytest.mark.parametrize("size", [ONE, SEVERAL], ids=["resident", "streamed"])
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = quiet  # the interpreter computes with numpy, which speaks of every infinity
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernel():
+    """In the interpreter the kernels serve the CPU, under a name of their own."""
+    if not INTERPRETED:
+        yield
+        return
+    spec = KernelSpec("sinkhorn", NAME, triton.__name__, frozenset({"torch"}))
+    dispatch.register(spec)
+    yield
+    dispatch.unregister(spec)
+
+
+def streamed(monkeypatch):
+    """Two launches an iteration, also where everything would fit in registers."""
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+
+
+@pytest.mark.parametrize("d", shapes.TEST_DIMENSIONS)
+def test_dimensions(d):
+    check(NAME, *points(*ONE, d, device=DEVICE), *uneven(*ONE, device=DEVICE))
+
+
+@pytest.mark.parametrize("d", [1, 8, 16, 150])
+def test_dimensions_streamed(d, monkeypatch):
+    streamed(monkeypatch)
+    check(NAME, *points(*ONE, d, device=DEVICE), *uneven(*ONE, device=DEVICE), iterations=2)
+
+
+@pytest.mark.parametrize("kind", ["points", "matrix"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(size, kind):
+    problem = points(*size, 2, device=DEVICE) if kind == "points" else matrix(*size, device=DEVICE)
+    check(NAME, *problem, *uneven(*size, device=DEVICE), iterations=2)
+
+
+def test_matrix_units_over_several_tiles():
+    check(NAME, *points(*SEVERAL, 16, device=DEVICE), iterations=2)
+
+
+@both
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_a_matrix(layout, size):
+    (M,), epsilon = matrix(*size, device=DEVICE)
+    check(NAME, (LAYOUTS[layout](M),), epsilon, *uneven(*size, device=DEVICE), iterations=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("d", [3, 20])
+def test_layouts_of_points(layout, d):
+    (x, y), epsilon = points(*ONE, d, device=DEVICE)
+    check(NAME, (LAYOUTS[layout](x), LAYOUTS[layout](y)), epsilon, iterations=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", ["matrix", 3, 20])
+def test_narrow_inputs(kind, dtype):
+    """Computed from as they are: nothing is lost beyond their own rounding."""
+    if kind == "matrix":
+        problem = matrix(*ONE, dtype=dtype, device=DEVICE)
+    else:
+        problem = points(*ONE, kind, dtype=dtype, device=DEVICE)
+    check(NAME, *problem)
+
+
+def test_expanded_over_a_batch():
+    """Costs and weights that lie in memory once."""
+    (M,), epsilon = matrix(*ONE, device=DEVICE)
+    a, b = uneven(*ONE, device=DEVICE)
+    check(NAME, (M.expand(3, *ONE),), epsilon, a.expand(3, -1), b, iterations=2)
+    (x, y), epsilon = points(*ONE, 3, batch=(3,), device=DEVICE)
+    check(NAME, (x[:1].expand_as(x), y), epsilon, iterations=2)
+
+
+@both
+@pytest.mark.parametrize("kind", ["matrix", 3, 16])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_batches_with_their_own_regularisation(kind, size, uniform, monkeypatch):
+    if size != ONE:
+        streamed(monkeypatch)
+        size = (9, 6)
+    batch = (2, 2)
+    problem = matrix(*size, batch, device=DEVICE) if kind == "matrix" else points(*size, kind, batch, device=DEVICE)
+    epsilon = problem[1] * torch.tensor([[0.5, 1.0], [2.0, 5.0]], dtype=torch.float64, device=DEVICE)
+    weights = (None, None) if uniform else uneven(*size, batch, device=DEVICE)
+    check(NAME, problem[0], epsilon, *weights, iterations=3)
+
+
+@pytest.mark.parametrize("path", ["resident", "streamed"])
+def test_elements_stop_on_their_own(path, monkeypatch):
+    if path == "streamed":
+        streamed(monkeypatch)
+    scale = torch.tensor([0.02, 1.0, 6.0], device=DEVICE)[:, None, None]
+    cost = make_cost((normal(8, 9).abs().to(DEVICE, torch.float32) * scale,))
+    options = {"epsilon": 0.5, "tolerance": 1e-3, "check_every": 2, "max_iterations": 30}
+    found, wanted = (solve(cost, backend=name, **options) for name in (NAME, "reference"))
+    assert torch.equal(found.iterations, wanted.iterations)
+    assert len(set(found.iterations.tolist())) > 1
+    assert torch.equal(found.converged, wanted.converged)
+    torch.testing.assert_close(found.f, wanted.f, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.g, wanted.g, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.error, wanted.error, rtol=1e-2, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_forbidden_pairs(size, norm):
+    (M,), epsilon = matrix(*size, device=DEVICE)
+    M[0, 0] = M[2, 3] = M[1, 1:4] = INF
+    solution = check(NAME, (M,), epsilon, *uneven(*size, device=DEVICE), iterations=2, norm=norm)
+    assert solution.plan()[2, 3] == 0
+
+
+@both
+@pytest.mark.parametrize("kind", ["matrix", 3, 16])
+def test_rows_and_columns_without_mass(kind, size):
+    if size == SEVERAL and kind == 16:
+        size = (70, 40)
+    problem = matrix(*size, device=DEVICE) if kind == "matrix" else points(*size, kind, device=DEVICE)
+    a, b = uneven(*size, device=DEVICE, zeros=2)
+    solution = check(NAME, *problem, a, b, iterations=2)
+    f, g = sinkhorn(dense(problem[0])[2:, 2:], a[2:].double(), b[2:].double(), problem[1], 2)
+    rows = -problem[1] * torch.logsumexp(b[2:].double().log() + (g - dense(problem[0])[:2, 2:]) / problem[1], -1)
+    torch.testing.assert_close(solution.f[:2].double(), rows, rtol=1e-4, atol=1e-4 * problem[1])
+    assert solution.f.isfinite().all() and solution.g.isfinite().all() and f.isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["resident", "streamed"])
+def test_padding_that_may_go_nowhere(path, monkeypatch):
+    """No mass and only forbidden pairs: everybody else is as without."""
+    if path == "streamed":
+        streamed(monkeypatch)
+    (M,), epsilon = matrix(7, 9, device=DEVICE)
+    a, b = uneven(7, 9, device=DEVICE)
+    pad = torch.nn.functional.pad
+    options = {"epsilon": epsilon, "tolerance": 1e-5, "max_iterations": 40}
+    padded = make_cost((pad(M, (0, 2, 0, 1), value=INF),))
+    found = solve(padded, pad(a, (0, 1)), pad(b, (0, 2)), backend=NAME, **options)
+    wanted = solve(make_cost((M,)), a, b, backend="reference", **options)
+    assert found.converged and found.iterations == wanted.iterations
+    torch.testing.assert_close(found.f[:7], wanted.f, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.g[:9], wanted.g, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["resident", "streamed"])
+@pytest.mark.parametrize("kind", ["matrix", 3, 16])
+def test_a_stabiliser_that_is_far_off(kind, path, monkeypatch):
+    """The column sums after a wild start leave every safe range: they are taken again around their own maximum."""
+    if path == "streamed":
+        streamed(monkeypatch)
+    (tensors, epsilon) = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
+    start = (300 * epsilon * normal(5, seed=9)).to(DEVICE, torch.float32)
+    check(NAME, tensors, epsilon, *uneven(*ONE, device=DEVICE), start=start, iterations=2, grade=6e-5)
+
+
+@pytest.mark.parametrize("d", [16, 150])
+@pytest.mark.parametrize("path", ["resident", "streamed"])
+def test_coordinates_too_large_for_float16(d, path, monkeypatch):
+    """Scaled by √(2 log₂e/ε) they would overflow: they are made smaller, and the slope makes good for it."""
+    if path == "streamed":
+        streamed(monkeypatch)
+    (x, y), _ = points(*ONE, d, device=DEVICE)
+    x[0, 0] = 3e5
+    check(NAME, (x, y), 2.0, iterations=2)
+    (x, y), _ = points(*ONE, d, batch=(2,), device=DEVICE)
+    x[1] *= 1e5
+    check(NAME, (x, y), torch.tensor([0.3 * d, 3e9 * d], dtype=torch.float64, device=DEVICE), iterations=2)
+
+
+@pytest.mark.parametrize("d", [3, 16])
+@pytest.mark.parametrize("offset", [1e3, -1e4])
+def test_offsets(d, offset):
+    (x, y), epsilon = points(*ONE, d, device=DEVICE)
+    x, y = x + offset, y + offset
+    check(NAME, (x, y), epsilon)
+
+
+@pytest.mark.parametrize("kind", ["matrix", 3, 16])
+def test_softmin(kind):
+    problem = matrix(*ONE, (2,), device=DEVICE) if kind == "matrix" else points(*ONE, kind, (2,), device=DEVICE)
+    h = normal(2, 7, seed=3).to(DEVICE, torch.float32)
+    h[1, 2] = -INF
+    M, epsilon = dense(problem[0]), problem[1]
+    wanted = -epsilon * torch.logsumexp(h.double()[:, None] - M / epsilon, -1)
+    found = softmin(make_cost(problem[0]), h, epsilon, backend=NAME)
+    allowed = 3e-6 * largest_exponent(M, epsilon) * epsilon
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("kind", ["matrix", 3, 16])
+def test_gradients(kind):
+    tensors, epsilon = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
+    a, b = uneven(*ONE, device=DEVICE)
+    mine = [part.clone().requires_grad_() for part in (*tensors, a, b)]
+    theirs = [part.double().requires_grad_() for part in (*tensors, a, b)]
+
+    def solved(parts, name):
+        return solve(make_cost(parts[:-2]), *parts[-2:], epsilon=epsilon, tolerance=0, max_iterations=3, backend=name)
+
+    outputs = [solved(mine, NAME).plan().square().sum(), solved(theirs, "reference").plan().square().sum()]
+    found, wanted = torch.autograd.grad(outputs[0], mine), torch.autograd.grad(outputs[1], theirs)
+    for ours, right in zip(found, wanted, strict=True):
+        assert (ours.double() - right).norm() <= 1e-4 * right.norm()
+
+
+def spoiled(tensor, value):
+    """The tensor with another last number."""
+    out = tensor.clone()
+    out.view(-1)[-1] = value
+    return out
+
+
+@pytest.mark.parametrize(("kind", "path"), [("matrix", "resident"), (3, "resident"), (16, "resident"), (1, "streamed")])
+def test_bad_values_are_reported(kind, path, monkeypatch):
+    """The kernels look at the values themselves."""
+    if path == "streamed":
+        streamed(monkeypatch)
+    tensors, epsilon = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
+    a, b = uneven(*ONE, device=DEVICE)
+
+    def refused(message, tensors=tensors, a=a, b=b):
+        with pytest.raises(ValueError, match=message):
+            solve(make_cost(tensors), a, b, epsilon=epsilon, max_iterations=1, backend=NAME)
+
+    first = "M" if kind == "matrix" else "x"
+    for value in (math.nan, -INF):
+        refused(f"{first} holds", tensors=(spoiled(tensors[0], value), *tensors[1:]))
+    if kind != "matrix":
+        refused("y holds", tensors=(tensors[0], spoiled(tensors[1], INF)))
+    refused("a holds", a=spoiled(a, -0.1))
+    refused("b holds", b=spoiled(b, math.nan))
+    refused("masses of a and b differ", b=1.1 * b)
+    refused("mass of a is 0", a=0 * a)
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, INF])
+def test_bad_regularisation_is_reported(request, value):
+    """Whatever its place in the batch."""
+    if not -INF < value < INF:
+        request.applymarker(pytest.mark.xfail(reason="values_seen takes Python's min of all", strict=True))
+    cost, good = make_cost(matrix(*ONE, device=DEVICE)[0]), torch.ones(2, dtype=torch.float64, device=DEVICE)
+    for epsilon in (spoiled(good, value), spoiled(good, value).flip(0)):
+        with pytest.raises(ValueError, match="epsilon holds"):
+            solve(cost, epsilon=epsilon, max_iterations=1, backend=NAME)
+
+
+@pytest.mark.xfail(reason="Loop.report takes the least of no costs", strict=True)
+def test_an_empty_batch():
+    solution = solve(make_cost((torch.zeros(0, *ONE, device=DEVICE),)), epsilon=1.0, backend=NAME)
+    assert solution.f.shape == (0, 5) and solution.converged.shape == (0,)
+
+
+@pytest.mark.parametrize("d", [16, 150])
+def test_fast_products_are_close(d):
+    check(NAME, *points(*ONE, d, device=DEVICE), iterations=2, grade=3e-3, precision="fast")
+
+
+def test_what_it_leaves_to_others():
+    with pytest.raises(dispatch.BackendError, match="float64"):
+        solve(make_cost((torch.ones(ONE, dtype=torch.float64, device=DEVICE),)), epsilon=1.0, backend=NAME)
