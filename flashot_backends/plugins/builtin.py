@@ -8,6 +8,7 @@ _KERNELS = "flashot_backends.kernels"
 @hookimpl
 def flashot_register_kernels() -> list[KernelSpec]:
     """Return the kernels that ship with this package."""
+    jax, tpu = frozenset({"jax"}), frozenset({"tpu"})
     torch, cuda, triton = frozenset({"torch"}), frozenset({"cuda"}), ("triton",)
     return [
         KernelSpec("sinkhorn", "triton", f"{_KERNELS}.sinkhorn.triton", torch, cuda, triton, 20),
@@ -16,6 +17,10 @@ def flashot_register_kernels() -> list[KernelSpec]:
         KernelSpec("maxsim", "triton", f"{_KERNELS}.maxsim.triton", torch, cuda, triton, 20),
         KernelSpec("maxsim", "torch", f"{_KERNELS}.maxsim.blocks", torch, priority=10),
         KernelSpec("maxsim", "reference", f"{_KERNELS}.maxsim.reference", torch, priority=0),
+        KernelSpec("attention", "pallas_gpu", f"{_KERNELS}.attention.pallas_gpu", jax, cuda, ("jax",), 20),
+        KernelSpec("attention", "pallas_tpu", f"{_KERNELS}.attention.pallas_tpu", jax, tpu, ("jax",), 20),
+        KernelSpec("attention", "chunked", f"{_KERNELS}.attention.chunked", jax, None, ("jax",), 10),
+        KernelSpec("attention", "reference", f"{_KERNELS}.attention.reference", jax, None, ("jax",), 0),
     ]
 
 

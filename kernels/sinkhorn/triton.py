@@ -51,6 +51,8 @@ def applies(request: Any) -> str | None:
     """Serve float32 and narrower points and matrices, where Triton can build its launchers."""
     if request.dtype == torch.float64:
         return "it computes in float32, and the cost is float64"
+    if request.kind == "points" and request.metric != "sqeuclidean":
+        return f"it has no kernel for the metric {request.metric!r}"
     return None if INTERPRETED else _no_compiler()
 
 
@@ -186,17 +188,73 @@ class Fused(Operator):
             self._streamed = blocks.operator(self.cost, self.exact_epsilon)
         return self._streamed
 
+    def cost_product(self, values: Tensor) -> Tensor:
+        """C V."""
+        return self.streamed.cost_product(values)
+
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V."""
-        return self.streamed.apply(s, t, values)
+        return self._product(s, t, values, 0)
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C²."""
-        return self.streamed.cost_apply(s, t, power)
+        return self._product(s, t, torch.ones_like(t)[:, :, None], power)[:, :, 0]
 
     def weighted(self, s, t, alpha=None, gamma=0.0, u=None, v=None) -> Weighted:  # type: ignore[no-untyped-def]
-        """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j)."""
-        return self.streamed.weighted(s, t, alpha, gamma, u, v)
+        """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j).
+
+        For points Σ_j W_ij ∂C_ij/∂x_i = 2 (x_i Σ_j W_ij − Σ_j W_ij y_j): products of the plan with few columns, one way
+        and the other. The gradient by a matrix is a matrix, and is streamed by torch.
+        """
+        if self.cost.matrix is not None or (u is not None and u.shape[-1] > 4):
+            return self.streamed.weighted(s, t, alpha, gamma, u, v)
+        x, y = self.streamed.x, self.streamed.y  # type: ignore[attr-defined]
+        rows = self._weighted_rows(s, t, y, alpha, None, gamma, u, v)
+        columns = self.T._weighted_rows(t, s, x, None, alpha, gamma, v, u)
+        by_x = 2 * (x * rows[:, :, -1:] - rows[:, :, :-1])
+        by_y = 2 * (y * columns[:, :, -1:] - columns[:, :, :-1])
+        return Weighted((by_x, by_y), rows[:, :, -1], columns[:, :, -1])
+
+    def _weighted_rows(self, s, t, y, alpha, beta, gamma, u, v) -> Tensor:  # type: ignore[no-untyped-def]
+        """Σ_j P_ij (α_i + β_j + γ C_ij + u_i·v_j) (y_j, 1)."""
+        with_one = torch.cat([y, torch.ones_like(y[:, :, :1])], -1)
+        total = torch.zeros(self.batch, self.rows, with_one.shape[-1], device=self.device)
+        if alpha is not None:
+            total += alpha[:, :, None] * self._product(s, t, with_one, 0)
+        if beta is not None:
+            total += self._product(s, t, beta[:, :, None] * with_one, 0)
+        if gamma:
+            total += gamma * self._product(s, t, with_one, 1)
+        for k in range(0 if u is None else u.shape[-1]):
+            total += u[:, :, k, None] * self._product(s, t, v[:, :, k, None] * with_one, 0)
+        return total
+
+    def _product(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
+        """Σ_j P_ij C_ij^power V_j, streamed."""
+        from .triton_kernels import product
+
+        prepared = self.prepared
+        rows, columns = prepared.rows, prepared.columns
+        with on(self.device):
+            values = values.float().contiguous()
+            width = values.shape[-1]
+            bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
+            norm = columns.half_norm[:, : columns.count] if prepared.kind == DOT else 0.0
+            torch.sub(t * LOG2E, norm, out=bias[:, : columns.count])
+            top, out = self.new(self.batch, rows.count), self.new(self.batch, rows.count, width)
+            across = 1 if width == 1 else min(64, max(16, 1 << (width - 1).bit_length()))
+            shape = (32, 64) if prepared.kind == DOT else (32, 32)
+            args = (
+                rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, values,
+                top, out, prepared.slopes, rows.count, columns.count, width, rows.blocks, columns.blocks,
+                values.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared),
+            )  # fmt: skip
+            grid = (-(-rows.count // shape[0]) * -(-width // across), self.batch)
+            constants = (*self.constants, *shape, across, 1, power)
+            launch(product, grid, args, constants, (("num_warps", 4), ("num_stages", 1)), prepared.variant)
+            norm = rows.half_norm[:, : rows.count] if prepared.kind == DOT else 0.0
+            out *= torch.exp2(s * LOG2E - norm + top)[:, :, None]
+            return out * self.epsilon[:, None, None] ** power if power else out
 
     @property
     def constants(self) -> tuple[int, ...]:

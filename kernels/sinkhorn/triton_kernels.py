@@ -328,29 +328,58 @@ def row_sums(
 
 
 @triton.jit
+def score_tile(
+    q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
+    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
+):
+    """S of a tile."""
+    if KIND == DOT:
+        scores = dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK, PRODUCTS, 2) * slope
+    elif KIND == FMA:
+        scores = fma_tile(
+            tl.zeros([rows.shape[0], cols.shape[0]], tl.float32),
+            coordinate(q1, rows, pad_q, 0, D), coordinate(q1, rows, pad_q, 1, D),
+            coordinate(q1, rows, pad_q, 2, D), coordinate(q1, rows, pad_q, 3, D), coordinate(q1, rows, pad_q, 4, D),
+            coordinate(q1, rows, pad_q, 5, D), coordinate(q1, rows, pad_q, 6, D), coordinate(q1, rows, pad_q, 7, D),
+            k1, cols, pad_k, D,
+        )
+    else:
+        where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
+        cost = tl.load(q1 + where, mask=(rows[:, None] < n) & (cols[None, :] < m), other=0.0)
+        scores = cost.to(tl.float32) * slope
+    return scores
+
+
+@triton.jit
 def coordinates(chunks, D: tl.constexpr):
     """How many coordinates the prepared points have: known when compiled (D), or whole chunks of 64."""
     if D > 0:
-        return D
-    return chunks * 64
+        width = D
+    else:
+        width = chunks * 64
+    return width
 
 
 @triton.jit
 def of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND: tl.constexpr):
     """Where the b-th problem's rows and columns begin."""
     if KIND == MATRIX:
-        return q1 + b * batch, q2, k1, k2
-    return q1 + b * pad_q * width, q2 + b * pad_q * width, k1 + b * pad_k * width, k2 + b * pad_k * width
+        places = (q1 + b * batch, q2, k1, k2)
+    else:
+        places = (q1 + b * pad_q * width, q2 + b * pad_q * width, k1 + b * pad_k * width, k2 + b * pad_k * width)
+    return places
 
 
 @triton.jit
 def known_strides(stride_q, stride_k, UNIT: tl.constexpr, ALIGN: tl.constexpr):
     """A matrix' strides: which one is 1 is known when compiled, and the other comes divided by ALIGN."""
     if UNIT == 1:
-        return 1, stride_k * ALIGN
-    if UNIT == 2:
-        return stride_q * ALIGN, 1
-    return stride_q, stride_k
+        strides = (1, stride_k * ALIGN)
+    elif UNIT == 2:
+        strides = (stride_q * ALIGN, 1)
+    else:
+        strides = (stride_q, stride_k)
+    return strides
 
 
 @triton.jit
@@ -426,6 +455,70 @@ def update(
     tl.store(bias_out + at, tl.where(weight == float("-inf"), weight, after + weight), mask=rows < n)
     if not FIRST:
         tl.store(ratio_out + at, tl.exp2(u - after), mask=rows < n)
+
+
+@kernel
+def product(
+    q1, q2, k1, k2, bias, norm_q, norm_k, values, top_out, out, slopes,
+    n: tl.int32, m: tl.int32, width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_values: tl.int64,
+    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
+    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr,
+):
+    """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER V_j around each row's own maximum: (B, n, k) and top (B, n).
+
+    As attention does it: one pass, the running sums rescaled whenever the maximum rises. C/ε comes in natural units,
+    from the scores: |x'|²/2 + |y'|²/2 − x'·y' (DOT), or −S.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    slices = tl.cdiv(width_out, BLOCK_V)
+    block, part = tl.program_id(0) // slices, tl.program_id(0) % slices
+    pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+    width = coordinates(chunks, D)
+    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
+    stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    which = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    slope = tl.load(slopes + b)
+    bias += b * pad_k
+    values += b * batch_values
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    norms = tl.zeros([BLOCK_M], tl.float32)
+    if KIND == DOT:
+        if POWER > 0:
+            norms = tl.load(norm_q + b * pad_q + rows)
+    for start in tl.range(0, m, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        scores = score_tile(
+            q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
+            KIND, D, CHUNK, PRODUCTS,
+        )
+        t = scores + tl.load(bias + cols)[None, :]
+        higher = tl.maximum(top, tl.max(t, 1))
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        e = tl.exp2(t - pivot[:, None])
+        if POWER > 0:
+            cost = -scores
+            if KIND == DOT:
+                cost = norms[:, None] + tl.load(norm_k + b * pad_k + cols)[None, :] - scores
+            cost = tl.where(e > 0, cost * 0.6931471805599453, 0.0)
+            e = e * cost
+            if POWER > 1:
+                e = e * cost
+        there = (cols[:, None] < m) & (which[None, :] < width_out)
+        v = tl.load(values + cols[:, None].to(tl.int64) * width_out + which[None, :], mask=there, other=0.0)
+        acc = acc * tl.exp2(top - pivot)[:, None]
+        if BLOCK_V == 1:
+            acc += tl.sum(e * tl.reshape(v, [1, BLOCK_N]), 1)[:, None]
+        else:
+            acc += tl.dot(e, v, input_precision="tf32x3")
+        top = higher
+    there = (rows[:, None] < n) & (which[None, :] < width_out)
+    tl.store(out + (b * n + rows[:, None]) * width_out + which[None, :], acc, mask=there)
+    if part == 0:
+        tl.store(top_out + b * n + rows, tl.where(top == float("-inf"), 0.0, top), mask=rows < n)
 
 
 @kernel
@@ -534,21 +627,10 @@ def resident(
     width = coordinates(chunks, D)
     q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
     slope = tl.load(slopes + b)
-    if KIND == DOT:
-        scores = dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK, PRODUCTS, 2) * slope
-    elif KIND == FMA:
-        scores = fma_tile(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
-            coordinate(q1, rows, pad_q, 0, D), coordinate(q1, rows, pad_q, 1, D),
-            coordinate(q1, rows, pad_q, 2, D), coordinate(q1, rows, pad_q, 3, D), coordinate(q1, rows, pad_q, 4, D),
-            coordinate(q1, rows, pad_q, 5, D), coordinate(q1, rows, pad_q, 6, D), coordinate(q1, rows, pad_q, 7, D),
-            k1, cols, pad_k, D,
-        )
-    else:
-        stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
-        where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
-        cost = tl.load(q1 + where, mask=(rows[:, None] < n) & (cols[None, :] < m), other=0.0)
-        scores = cost.to(tl.float32) * slope
+    stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
+    scores = score_tile(
+        q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width, KIND, D, CHUNK, PRODUCTS
+    )
     a = tl.load(log_a + b * pad_q + rows)
     c = tl.load(log_b + b * pad_k + cols)
     row_parts += b * 2 * tiles_k * pad_q
