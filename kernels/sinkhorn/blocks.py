@@ -153,7 +153,7 @@ class Blocks(Operator):
     def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
         """Update rows and columns with one exponential per pair."""
         t = scaling(log_b, g, self.epsilon)
-        hint = f / self.epsilon[:, None]
+        hint = finite(f / self.epsilon[:, None])
         terms, safe_terms = self.terms(hint, t), self.terms(None, t)
         weight = log_a.exp()
         scaled_f = self.zeros(self.batch, self.rows)
@@ -165,8 +165,8 @@ class Blocks(Operator):
                 if not safe(total):
                     e, total, offset = self._around_maximum(strip, safe_terms)
                 scaled_f[strip] = offset - total.log()
-                share = (weight[strip] / total)[:, None, :]
-                marginal[strip.batch] += torch.matmul(share, e)[:, 0]
+                share = torch.where(weight[strip] > 0, weight[strip] / total, 0.0)
+                marginal[strip.batch] += torch.matmul(share[:, None, :], e)[:, 0]
         f = scaled_f * self.epsilon[:, None]
         massless = log_b == -torch.inf
         ratio = torch.where(massless, 1.0, marginal * torch.exp(-log_b.double())).to(self.dtype)
