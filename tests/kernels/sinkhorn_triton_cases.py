@@ -85,3 +85,51 @@ def uneven(n, m, batch=(), device="cpu", zeros=0):
     """Uneven weights in float32 of one mass."""
     options = {"dtype": torch.float32, "device": device, "zeros": zeros}
     return weights(*batch, n, **options), weights(*batch, m, seed=1, **options)
+
+
+def check_products(backend, tensors, epsilon):
+    """What a solution answers, against its own potentials in dense float64."""
+    M = dense(tensors)
+    device, (*batch, n, m) = M.device, M.shape
+    a, b = uneven(n, m, batch, device, zeros=1 if min(n, m) > 1 else 0)
+    options = {"epsilon": epsilon, "tolerance": 0, "max_iterations": 3, "backend": backend}
+    solution = solve(make_cost(tensors), a, b, **options)
+    f, g = solution.f.double(), solution.g.double()
+    P = plan(M, a.double(), b.double(), f, g, epsilon).nan_to_num()
+    V = normal(*batch, m, 3, seed=5).to(device, torch.float32)
+    U = normal(*batch, n, seed=6).to(device, torch.float32)
+    rows, columns = solution.marginals()
+    answers = {
+        "apply": (solution.apply(V), P @ V.double(), P @ V.double().abs()),
+        "apply_transpose": (
+            solution.apply_transpose(U),
+            *((P.mT @ u.double()[..., None])[..., 0] for u in (U, U.abs())),
+        ),
+        "rows": (rows, P.sum(-1), P.sum(-1)),
+        "columns": (columns, P.sum(-2), P.sum(-2)),
+        "linear cost": (solution.linear_cost(), *2 * ((P * M.nan_to_num(posinf=0)).sum((-1, -2)),)),
+    }
+    allowed = 2 * GRADE * largest_exponent(M, epsilon)
+    for name, (found, wanted, size) in answers.items():
+        wrong = (found.double() - wanted).abs() / size.clamp(min=1e-12)
+        assert found.shape == wanted.shape and float(wrong.max()) <= allowed, f"{name}: {float(wrong.max()):.3g}"
+
+
+def check_gradients(backend, tensors, epsilon, a=None, b=None, grade=1e-4):
+    """Of a few outputs together, against the reference in float64."""
+    given = [part for part in (*tensors, a, b) if part is not None]
+    mine = [part.clone().requires_grad_() for part in given]
+    theirs = [part.double().requires_grad_() for part in given]
+
+    def output(parts, name):
+        cost, masses = parts[: len(tensors)], parts[len(tensors) :]
+        solution = solve(make_cost(cost), *masses, epsilon=epsilon, tolerance=0, max_iterations=3, backend=name)
+        values = torch.linspace(-1, 1, solution.g.shape[-1], device=solution.g.device, dtype=solution.g.dtype)
+        product = solution.apply(values).square().sum()
+        return solution.value().sum() + solution.linear_cost().sum() + product + (solution.g * values).mean()
+
+    found = torch.autograd.grad(output(mine, backend), mine)
+    wanted = torch.autograd.grad(output(theirs, "reference"), theirs)
+    for part, ours, right in zip(given, found, wanted, strict=True):
+        assert ours.dtype == part.dtype and ours.shape == part.shape
+        assert (ours.double() - right).norm() <= grade * right.norm()

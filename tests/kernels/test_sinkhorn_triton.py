@@ -17,7 +17,18 @@ from flashot_backends.ops.sinkhorn import softmin, solve  # noqa: E402
 from flashot_backends.plugins import KernelSpec  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, normal, sinkhorn  # noqa: E402
 
-from .sinkhorn_triton_cases import LAYOUTS, check, dense, largest_exponent, make_cost, matrix, points, uneven  # noqa: E402
+from .sinkhorn_triton_cases import (  # noqa: E402
+    LAYOUTS,
+    check,
+    check_gradients,
+    check_products,
+    dense,
+    largest_exponent,
+    make_cost,
+    matrix,
+    points,
+    uneven,
+)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NAME = "interpreted" if INTERPRETED else "triton"
@@ -218,19 +229,15 @@ def test_softmin(kind):
 
 
 @pytest.mark.parametrize("kind", ["matrix", 3, 16])
+@pytest.mark.parametrize("size", [ONE, (70, 40)], ids=str)
+def test_products_with_the_plan(kind, size):
+    check_products(NAME, *(matrix(*size, device=DEVICE) if kind == "matrix" else points(*size, kind, device=DEVICE)))
+
+
+@pytest.mark.parametrize("kind", ["matrix", 3, 16])
 def test_gradients(kind):
-    tensors, epsilon = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
-    a, b = uneven(*ONE, device=DEVICE)
-    mine = [part.clone().requires_grad_() for part in (*tensors, a, b)]
-    theirs = [part.double().requires_grad_() for part in (*tensors, a, b)]
-
-    def solved(parts, name):
-        return solve(make_cost(parts[:-2]), *parts[-2:], epsilon=epsilon, tolerance=0, max_iterations=3, backend=name)
-
-    outputs = [solved(mine, NAME).plan().square().sum(), solved(theirs, "reference").plan().square().sum()]
-    found, wanted = torch.autograd.grad(outputs[0], mine), torch.autograd.grad(outputs[1], theirs)
-    for ours, right in zip(found, wanted, strict=True):
-        assert (ours.double() - right).norm() <= 1e-4 * right.norm()
+    problem = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
+    check_gradients(NAME, *problem, *uneven(*ONE, device=DEVICE))
 
 
 def spoiled(tensor, value):
@@ -261,6 +268,7 @@ def test_bad_values_are_reported(kind, path, monkeypatch):
     refused("b holds", b=spoiled(b, math.nan))
     refused("masses of a and b differ", b=1.1 * b)
     refused("mass of a is 0", a=0 * a)
+
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, INF])
 def test_bad_regularisation_is_reported(request, value):

@@ -1,0 +1,187 @@
+"""Every launch that a Hopper card would see, compiled for it on any machine: it compiles, and fits into registers.
+
+The launches are those of the real code, recorded; nothing is repeated here of what arguments the kernels take.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="no Triton")
+
+import triton as compiler  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from flashot_backends.kernels.sinkhorn import launch, triton  # noqa: E402
+from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
+
+if launch.INTERPRETED:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
+SHARED = 227 * 1024  # bytes of a multiprocessor that programs may share out among themselves
+REGISTERS = 65536  # of a multiprocessor
+
+
+class Launch:
+    """One recorded launch: kernel, arguments, compile-time constants and options."""
+
+    def __init__(self, kernel, args, constants, options):
+        names = kernel.arg_names
+        self.kernel, self.options = kernel, dict(options)
+        self.constants = dict(zip(names[len(args) :], constants, strict=True))
+        self.types, self.aligned = {}, []
+        for name, value, parameter in zip(names, args, kernel.params, strict=False):
+            tensor = isinstance(value, torch.Tensor)
+            self.types[name] = f"*{TYPES[value.dtype]}" if tensor else parameter.annotation_type
+            if tensor and value.data_ptr() % 16 == 0:
+                self.aligned.append(names.index(name))
+
+    @property
+    def key(self):
+        return self.kernel.__name__, *(tuple(part.items()) for part in (self.constants, self.types, self.options))
+
+    def compile(self):
+        names = self.kernel.arg_names
+        source = ASTSource(
+            self.kernel,
+            signature={name: "constexpr" if name in self.constants else self.types[name] for name in names},
+            constexprs={(names.index(name),): value for name, value in self.constants.items()},
+            attrs={(index,): [["tt.divisibility", 16]] for index in self.aligned},
+        )
+        return compiler.compile(source, target=HOPPER, options=self.options)
+
+
+def record(monkeypatch, card, cost, batch=1, precision="high"):
+    """The launches of a solve on that card, resident if the problem is small enough."""
+    seen = {}
+
+    def note(kernel, grid, args, constants, options, variant=None):
+        found = Launch(kernel, args, constants, options)
+        seen[found.key] = found
+
+    monkeypatch.setattr(triton, "launch", note)
+    monkeypatch.setattr(launch, "card_class", lambda device: card)
+    operator = triton.Fused(cost, torch.ones(batch, dtype=torch.float64), precision)
+    n, m = operator.rows, operator.columns
+    a, b, f = torch.ones(batch, n), torch.ones(batch, m), torch.zeros(batch, n)
+    operator.iterate(a, b, f, 2, 0.0, 1, "l1", lambda seen: None)
+    return list(seen.values())
+
+
+def cost_of(kind, rows, columns=300):
+    """Costs that ask for one entry of the table."""
+    if kind in ("rows", "columns"):
+        matrix = torch.zeros(1, rows, columns) if kind == "rows" else torch.zeros(1, columns, rows).mT
+        return Cost(None, None, matrix)
+    return Cost(torch.zeros(1, rows, kind), torch.zeros(1, columns, kind), None)
+
+
+def usage(compiled, folder):
+    """Registers and bytes of stack of every thread, from the assembler."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    tool = Path(compiler.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    text = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK"))
+
+
+def check(found, folder, programs=1, stack=0):
+    compiled = found.compile()
+    registers, spilled = usage(compiled, folder)
+    threads = 32 * found.options.get("num_warps", 4)
+    what = f"{found.kernel.__name__}{found.constants}: {registers} registers, {spilled} bytes spilled"
+    assert spilled <= stack, what
+    assert registers * threads * programs <= REGISTERS, what
+    assert compiled.metadata.shared * programs <= SHARED, f"{what}, {compiled.metadata.shared} bytes shared"
+
+
+LARGE = ["rows", 3, 64]
+ALL = ["rows", "columns", 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 192]
+SPILLED = 64  # bytes a thread of an update may spill: a few words outside of the loop
+SPILLED_RESIDENT = 512  # where scores fill the registers, and twice that where only half of those may be used
+
+
+def updates(monkeypatch, card, kind, rows):
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+    return [one for one in record(monkeypatch, card, cost_of(kind, rows)) if one.kernel.__name__ == "update"]
+
+
+@pytest.mark.parametrize("kind", LARGE, ids=str)
+def test_updates_on_the_h200(monkeypatch, tmp_path, kind):
+    """The two launches that every iteration of a large problem is made of."""
+    found = [one for one in updates(monkeypatch, "h200", kind, 6001) if not one.constants["FIRST"]]
+    assert found
+    for one in found:
+        check(one, tmp_path, stack=SPILLED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", launch.table())
+@pytest.mark.parametrize("rows", [300, 6001], ids=["small", "large"])
+@pytest.mark.parametrize("kind", ALL, ids=str)
+def test_updates_of_the_table(monkeypatch, tmp_path, card, rows, kind):
+    """Every entry, and the first update too, which keeps a running maximum and may spill a little."""
+    found = updates(monkeypatch, card, kind, rows)
+    assert found
+    for one in found:
+        check(one, tmp_path, stack=2 * SPILLED if one.constants["FIRST"] else SPILLED)
+
+
+@pytest.mark.parametrize("kind", ["rows", 3, 64])
+def test_resident(monkeypatch, tmp_path, kind):
+    """As many programs as ``fitting_tile`` promises must fit on a multiprocessor at once, or the launch is refused."""
+    tile = getattr(triton, "TILE", None) or triton.NARROW
+    found = [one for one in record(monkeypatch, "h200", cost_of(kind, 50, 60)) if one.kernel.__name__ == "resident"]
+    assert len(found) == 1
+    assert found[0].options["launch_cooperative_grid"]
+    check(found[0], tmp_path, programs=max(1, tile.resident // 2), stack=SPILLED_RESIDENT)
+    found[0].options["maxnreg"] = triton.REGISTERS
+    check(found[0], tmp_path, programs=tile.resident, stack=2 * SPILLED_RESIDENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL, ids=str)
+def test_resident_of_every_kind(monkeypatch, tmp_path, kind):
+    test_resident(monkeypatch, tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)
+def test_setup(monkeypatch, tmp_path, kind):
+    """What is started once a solve."""
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+    found = {one.kernel.__name__: one for one in record(monkeypatch, "h200", cost_of(kind, 300))}
+    wanted = {"start", "update", "check", "finish"} | (set() if kind == "rows" else {"prepare"})
+    assert set(found) == wanted
+    for name in wanted - {"update"}:
+        check(found[name], tmp_path, stack=SPILLED)
+
+
+def test_the_table_is_complete():
+    """Every card has only shapes that divide the padding, and the default has them all."""
+    for entries in launch.table().values():
+        for shape in (launch.Shape(*entry) for entry in entries.values()):
+            assert triton.PAD % shape.rows == triton.PAD % shape.columns == 0
+            assert shape.warps in (1, 2, 4, 8) and shape.stages >= 1 and shape.resident >= 1
+    widths = {triton.DOT: (16, 32, 64, 128, 192, 1024), triton.FMA: range(1, 9), triton.MATRIX: (1,)}
+    for kind, dimensions in widths.items():
+        for d in dimensions:
+            for transposed in (False, True):
+                launch.launch_shape(kind, d, 1, torch.device("cpu"), transposed)
+
+
+def test_splits_cover_all_columns_once():
+    for columns in (1, 127, 128, 129, 5000, 100_003):
+        for blocks in (1, 7, 132, 4000):
+            shape = launch.launch_shape(triton.DOT, 64, 10_000, torch.device("cpu"))
+            splits, each = launch.splits_for(shape, blocks, columns, torch.device("cpu"))
+            tiles = -(-columns // shape.columns)
+            assert splits * each >= tiles > (splits - 1) * each
