@@ -422,18 +422,24 @@ def gradients_kernel(
     HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr,
+    FOR_QUERIES: tl.constexpr, FOR_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tiles."""
+    """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tiles.
+
+    A gradient that is not wanted has no pointer, so its half must not be compiled.
+    """
     program = tl.program_id(0)
-    if program < programs_d:
-        _document_gradient(
-            program, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
-            tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
-            SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, STAGES, EXACT, SCALED, NONE,
-        )  # fmt: skip
-    else:
-        _query_gradient(
-            program - programs_d, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
-            tiles_q, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
-            SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, NONE,
-        )  # fmt: skip
+    if FOR_DOCUMENTS:
+        if program < programs_d:
+            _document_gradient(
+                program, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+                tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
+                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, STAGES, EXACT, SCALED, NONE,
+            )  # fmt: skip
+    if FOR_QUERIES:
+        if program >= programs_d:
+            _query_gradient(
+                program - programs_d, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
+                tiles_q, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
+                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, NONE,
+            )  # fmt: skip

@@ -154,6 +154,7 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents):
     constants.update(tuning.backward(problem.queries.device, problem.longest_document, exact), EXACT=exact)
     constants["num_stages"] = constants["STAGES"]
     constants.update(NONE=none_of(winners.dtype), SCALED=problem.queries.dtype == torch.float16)
+    constants.update(FOR_QUERIES=for_queries, FOR_DOCUMENTS=for_documents)
     chunks = -(-constants["SIZE"] // constants["BD"])
     tiles_d = -(-problem.longest_document // constants["BT"])
     tiles_q = -(-problem.longest_query // constants["BS"])
