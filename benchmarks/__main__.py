@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from . import measure
 from .measure import ROOT, about
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -18,15 +19,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="flashot bench", description=__doc__)
     parser.add_argument("device", nargs="?", choices=("auto", "cpu", "cuda", "none"), default="auto",
                         help="what to measure; none only writes the report again (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="small sizes or fewer, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small sizes or fewer, to see that it works; no report")
+    parser.add_argument("--clock", choices=tuple(measure.CLOCKS), default="wall",
+                        help="cpu counts processor time, for a busy machine: set OMP_NUM_THREADS=1")  # fmt: skip
     parser.add_argument("--no-first", action="store_true", help="leave out first calls in fresh processes (cuda)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--no-report", action="store_true", help="leave docs/ as it is")
     options = parser.parse_args(arguments)
     device = _device(options.device)
     if device != "none":
-        _write(options.results / f"{device}.json", _measure(device, options))
-    if not options.no_report:
+        name = f"{device}-quick" if options.quick else device
+        _write(options.results / f"{name}.json", _measure(device, options))
+    if not options.no_report and not options.quick:
         from .report import write
 
         write(options.results, ROOT / "docs")
@@ -41,18 +45,19 @@ def _device(wanted: str) -> str:
 
 
 def _measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = shlex.join(["flashot", "bench", device, *(["--quick"] if options.quick else [])])
+    flags = [*(["--quick"] if options.quick else []), *(["--clock", options.clock] if options.clock != "wall" else [])]
+    command = shlex.join(["flashot", "bench", device, *flags])
     if device == "cuda":
         import torch
 
         from . import gpu
 
-        found = gpu.rows(options.quick, not options.no_first)
+        found = gpu.rows(options.quick, not options.no_first)  # events on the card, whatever the clock
         return {**about(command, torch.cuda.get_device_name()), "rows": found}
     from . import cpu
 
     header = about(command, _processor())  # the load before we are part of it
-    return {**header, "rows": cpu.rows(options.quick)}
+    return {**header, "clock": options.clock, "rows": cpu.rows(options.quick, measure.CLOCKS[options.clock])}
 
 
 def _processor() -> str:

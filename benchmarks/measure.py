@@ -15,28 +15,35 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PACKAGES = ("flashot-backends", "torch", "triton", "numpy", "POT", "flash-sinkhorn", "pykeops", "geomloss")
 
 
-def cpu_times(systems: Mapping[str, Callable[[], Any]], repeat: int, budget: float = 60.0) -> dict[str, list[float]]:
+Clock = Callable[[], float]
+
+
+def cpu_times(
+    systems: Mapping[str, Callable[[], Any]], repeat: int, budget: float = 60.0, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each call. The systems take turns, so that a busy machine is busy for all of them.
 
     A system that has used up its budget of seconds is not called again.
     """
     times: dict[str, list[float]] = {name: [] for name in systems}
     for function in systems.values():
-        _seconds(function)
+        _seconds(function, clock)
     for _ in range(repeat):
         for name, function in systems.items():
             if not times[name] or sum(times[name]) + times[name][-1] < budget:
-                times[name].append(_seconds(function))
+                times[name].append(_seconds(function, clock))
     return times
 
 
-def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _seconds(function: Callable[[], Any], clock: Clock = time.perf_counter) -> float:
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def gpu_times(function: Callable[[], Any], budget: float = 8.0) -> dict[str, float]:
@@ -100,7 +107,7 @@ def about(command: str, device: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    threads = [f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ]
+    threads = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
     return {
         "date": date.today().isoformat(),
         "command": " ".join([*threads, command]),

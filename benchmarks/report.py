@@ -111,6 +111,7 @@ def _heading(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     load = f", load average before {results['load']:.1f}" if results.get("load") is not None else ""
     made = f"`{results['command']}` on {results['device']}, {results['date']}{load}"
+    made += ", seconds of processor time" if results.get("clock") == "cpu" else ""
     return f"{made}; Python {results['python']}, {versions}.\n"
 
 
