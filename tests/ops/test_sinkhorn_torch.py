@@ -255,7 +255,7 @@ def test_every_way_in_guards_the_device(monkeypatch, entry):
         yield
 
     operator = object.__new__(triton.Fused)
-    operator.device = torch.device("cuda", 3)
+    operator.device, operator.batch = torch.device("cuda", 3), 1
     monkeypatch.setattr(triton, "on", on)
     arguments = {"softmin": (B,), "iterate": (A, B, A, 1, 0.0, 1, "l1", lambda seen: None)}[entry]
     with pytest.raises(InterruptedError):
