@@ -50,7 +50,12 @@ def flashot_register_adapters() -> list[AdapterSpec]:
         ),
         AdapterSpec(
             name="geomloss",
-            modules=("geomloss.samples_loss", "geomloss._legacy.samples_loss"),
+            modules=(
+                "geomloss.samples_loss",
+                "geomloss._legacy.samples_loss",
+                "geomloss.ot._implementations.matrix",
+                "geomloss.ot._implementations.sample",
+            ),
             target="flashot_backends.adapters.geomloss:adapt",
             distribution="geomloss",
             versions=">=0.2.6,<0.4",

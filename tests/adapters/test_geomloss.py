@@ -341,3 +341,145 @@ def test_a_script_that_names_no_backend():
 def test_importing_the_adapter_loads_no_framework():
     code = "import sys; from flashot_backends.adapters import geomloss; print({'torch', 'geomloss'} & set(sys.modules))"
     assert run("-c", code) == "set()\n"
+
+
+# geomloss.ot
+
+
+@pytest.fixture
+def ot():
+    """``geomloss.ot`` while the adapter is enabled."""
+    return pytest.importorskip("geomloss.ot", reason="geomloss.ot came with 0.3")
+
+
+QUANTITIES = ("value", "potential_a", "potential_b", "density", "plan", "marginal_a", "marginal_b")
+
+
+def same_result(found, expected, names=QUANTITIES, element=None):
+    for name in names:
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours = ours if element is None else ours[element]
+        assert type(ours) is type(theirs)
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize("unbalanced", [None, 0.5])
+def test_solve_sample(ot, unbalanced, debias, library):
+    a, x, b, y = (part if library == "torch" else part.numpy() for part in problem(0, n=12, m=15))
+    options = {"a": a, "b": b, "reg": 0.1, "unbalanced": unbalanced, "debias": debias, "max_iter": 9}
+    found, expected = ot.solve_sample(x, y, method="flash", **options), ot.solve_sample(x, y, **options)
+    assert isinstance(found, ot.OTResultSample)
+    same_result(found, expected, (*QUANTITIES, *(("potential_aa", "potential_bb") if debias else ())))
+    for products, matrix in ((found.plan_operator, expected.plan), (found.density_operator, expected.density)):
+        torch.testing.assert_close(products @ y, matrix @ y, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(products.T @ x, matrix.T @ x, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(products @ b, matrix @ b, rtol=1e-9, atol=1e-12)
+
+
+def test_solve_sample_with_lengths_and_defaults(ot):
+    _, x, _, y = problem(0)
+    for options in ({"blur": 0.2}, {"blur": 0.2, "reach": 0.6}, {"reg": 0.1, "max_iter": 1}):
+        options = {"max_iter": 5, **options}
+        same_result(ot.solve_sample(x, y, method="flash", **options), ot.solve_sample(x, y, **options))
+
+
+def test_solve_sample_batch_solves_each_as_alone(ot):
+    a, x, b, y = problem(3, n=10, m=12)
+    x = x * torch.tensor([1.0, 3.0, 0.1], dtype=x.dtype)[:, None, None]
+    options = {"reg": 0.1, "max_iter": 7, "debias": True}
+    found = ot.solve_sample_batch(x, y, a=a, b=b, method="flash", **options)
+    for k in range(3):
+        same_result(found, ot.solve_sample(x[k], y[k], a=a[k], b=b[k], **options), element=k)
+    torch.testing.assert_close(found.plan_operator @ y, found.plan @ y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("unbalanced", [None, 0.5])
+def test_solve_with_matrices(ot, unbalanced):
+    a, x, b, y = problem(3, n=10, m=12)
+    C = torch.cdist(x, y)
+    options = {"reg": 0.05, "unbalanced": unbalanced, "max_iter": 9}
+    found = ot.solve_batch(C, a=a, b=b, method="flash", **options)
+    assert isinstance(found, ot.OTResultMatrix)
+    same_result(found, ot.solve_batch(C, a=a, b=b, **options))
+    one = {"a": a[1], "b": b[1], **options}
+    same_result(ot.solve(C[1], method="flash", **one), ot.solve(C[1], **one))
+    lists = {"C": [[0.0, 1.0, 4.0], [2.0, 1.0, 0.0]], "a": [2, 2], "b": [1, 1, 2], "reg": 0.1, "max_iter": 9}
+    same_result(ot.solve(**lists, method="flash"), ot.solve(**lists))
+
+
+def slope(function, inputs, k, direction, h=1e-5):
+    up, down = list(inputs), list(inputs)
+    up[k], down[k] = inputs[k] + h * direction, inputs[k] - h * direction
+    return (function(*up) - function(*down)) / (2 * h)
+
+
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize("unbalanced", [None, 0.5])
+def test_gradients_agree_with_finite_differences(ot, unbalanced, debias):
+    a, x, b, y = problem(0, n=5, m=6, d=2)
+
+    def value(x, y, a, b):
+        options = {"reg": 0.2, "unbalanced": unbalanced, "debias": debias, "max_iter": 1500}
+        return ot.solve_sample(x, y, a=a, b=b, method="flash", **options).value
+
+    inputs = [x, y, a, b]
+    gradients = torch.autograd.grad(value(*(part.requires_grad_() for part in inputs)), inputs)
+    inputs = [part.detach() for part in inputs]
+    for k, gradient in enumerate(gradients):
+        direction = torch.linspace(-1, 1, gradient.numel(), dtype=x.dtype).reshape(gradient.shape).cos()
+        if k > 1:  # the masses stay equal
+            direction = direction - direction.mean()
+        expected = slope(value, inputs, k, direction)
+        torch.testing.assert_close((gradient * direction).sum(), expected, rtol=5e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("unbalanced", [None, 0.5])
+def test_the_gradient_by_a_matrix_of_costs_is_the_plan(ot, unbalanced):
+    a, x, b, y = problem(0, n=5, m=6, d=2)
+    C = torch.cdist(x, y).requires_grad_()
+
+    def solution(C):
+        return ot.solve(C, a=a, b=b, reg=0.2, unbalanced=unbalanced, max_iter=1000, method="flash")
+
+    found = solution(C)
+    (gradient,) = torch.autograd.grad(found.value, C)
+    torch.testing.assert_close(gradient, found.plan, rtol=1e-6, atol=1e-12)
+    direction = torch.linspace(-1, 1, C.numel(), dtype=C.dtype).reshape(C.shape).cos()
+    expected = slope(lambda C: solution(C).value, [C.detach()], 0, direction)
+    torch.testing.assert_close((gradient * direction).sum(), expected, rtol=2e-3, atol=0)
+
+
+def test_solvers_are_ours_only_when_asked_for_or_substituted(ot, monkeypatch):
+    from flashot_backends.ops.divergence import transport
+
+    calls, original = [], transport.transport
+    monkeypatch.setattr(transport, "transport", lambda *args: (calls.append(args), original(*args))[1])
+    _, x, _, y = problem(0)
+    expected = ot.solve_sample(x, y, reg=0.1, max_iter=5)
+    assert calls == []
+    flashot_backends.configure(substitute=["geomloss"])
+    same_result(ot.solve_sample(x, y, reg=0.1, max_iter=5), expected)
+    assert len(calls) == 1
+    with pytest.raises(NotImplementedError):
+        ot.solve_sample(x, y, cost="euclidean", reg=0.1, max_iter=5)
+    assert len(calls) == 1
+
+
+def test_bad_arguments_of_solvers_are_named(ot):
+    _, x, _, y = problem(0)
+    good = {"reg": 0.1, "max_iter": 5, "method": "flash"}
+    for options, words in (
+        ({"reg": None}, "reg is None"),
+        ({"blur": 0.1}, "reg and blur are both given"),
+        ({"max_iter": 0}, "max_iter is 0"),
+        ({"a": torch.ones(60, dtype=x.dtype)}, "do not sum up"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ot.solve_sample(x, y, **{**good, **options})
+    with pytest.raises(ValueError, match=r"X_a has shape \(1, 60, 3\); accepted is \(N, D\)"):
+        ot.solve_sample(x[None], y, **good)
+    with pytest.raises(NotImplementedError, match="accepted with method='flash' is 'sqeuclidean'"):
+        ot.solve_sample(x, y, cost="euclidean", **good)

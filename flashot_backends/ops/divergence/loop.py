@@ -52,8 +52,8 @@ def anneal(
     duals = _start(costs, logs, steps[0])
     for step in _shown(steps, settings):
         costs = costs.at(step.epsilon * settings.unit)
-        duals = _averaged(costs, logs, duals, step)
-    return _last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
+        duals = averaged(costs, logs, duals, step)
+    return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
 
 
 class Duals(NamedTuple):
@@ -80,7 +80,8 @@ def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step) -> Duals:
     return Duals(*(_damped(potential, step) for potential in (f, g, *own)))
 
 
-def _averaged(costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step) -> Duals:
+def averaged(costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step) -> Duals:
+    """Halfway between the potentials and those that follow from them."""
     log_a, log_b = logs
     new = [*costs.cross.both(log_a, log_b, duals.f, duals.g), None, None]
     if costs.xx is not None:
@@ -99,7 +100,7 @@ def _halfway(old: Tensor | None, new: Tensor | None, step: Step) -> Tensor | Non
     return middle if step.begun is None else torch.where(step.begun, middle, old)
 
 
-def _last(
+def last(
     costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step, unit: int, need_x: bool, need_y: bool
 ) -> tuple[Side, Side]:
     """All updates once more, from the potentials found, with the derivative of each potential by its own points."""

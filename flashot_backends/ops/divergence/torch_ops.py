@@ -18,14 +18,16 @@ from .loop import Side, anneal
 from .schedule import Settings
 
 
-def _refuse_second(ctx: Any, *grads: Any) -> Any:
+def refuse_second(ctx: Any, *grads: Any) -> Any:
+    """Stand where a second derivative would."""
     raise NotImplementedError(
         "flashot_backends: second derivatives of a streamed loss are not available; "
         "backend='tensorized' has those of its last step for a small problem"
     )
 
 
-def _or_nothing(tensor: Tensor | None, like: Tensor) -> Tensor:
+def or_nothing(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """An empty tensor for None: ops return tensors."""
     return like.new_empty(0) if tensor is None else tensor
 
 
@@ -43,7 +45,7 @@ def divergence(
     rows, columns = anneal(x, a, y, b, settings, need_x, need_y, precision, backend)
     value_a, by_x, by_a = _integrated(rows, a, settings)
     value_b, by_y, by_b = _integrated(columns, b, settings)
-    by_x, by_y = _or_nothing(by_x, a).to(x.dtype), _or_nothing(by_y, b).to(y.dtype)
+    by_x, by_y = or_nothing(by_x, a).to(x.dtype), or_nothing(by_y, b).to(y.dtype)
     return (value_a + value_b).to(a.dtype), by_x, by_a, by_y, by_b
 
 
@@ -111,7 +113,7 @@ def _divergence_grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
 
 
 divergence.derivative(_divergence_grad, _divergence_setup)
-divergence_backward.derivative(_refuse_second)
+divergence_backward.derivative(refuse_second)
 
 # ------------------------------------------------------------------------------------------------------- its potentials
 
@@ -126,7 +128,7 @@ def divergence_potentials(
     settings = Settings(p, blur, reach, scaling, diameters, each, debias, verbose)
     sides = anneal(x, a, y, b, settings, need_x, need_y, precision, backend)
     potentials = [side.across if side.own is None else side.across - side.own for side in sides]
-    slopes = [_or_nothing(_difference(side.across_slope, side.own_slope), a) for side in sides]
+    slopes = [or_nothing(_difference(side.across_slope, side.own_slope), a) for side in sides]
     return potentials[0], potentials[1], slopes[0], slopes[1]
 
 
@@ -173,7 +175,7 @@ def _potentials_grad(ctx: Any, grad_f: Tensor, grad_g: Tensor, *_: Any) -> Any:
 
 
 divergence_potentials.derivative(_potentials_grad, _potentials_setup)
-divergence_potentials_backward.derivative(_refuse_second)
+divergence_potentials_backward.derivative(refuse_second)
 
 # -------------------------------------------------------------------------------------------------- sums of distances
 
@@ -230,4 +232,4 @@ def _product_grad(ctx: Any, grad: Tensor) -> Any:
 
 
 distance_product.derivative(_product_grad, _product_setup)
-distance_product_backward.derivative(_refuse_second)
+distance_product_backward.derivative(refuse_second)

@@ -1,0 +1,235 @@
+"""Annealed transport with a given number of steps, and derivatives of its value that are those of the problem.
+
+The same averaged updates as the divergence, but the descent starts from the solution at infinite temperature and
+follows the temperatures it is given. At convergence the derivatives are exact (envelope theorem), unbalanced ones too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..sinkhorn.problem import log_weights
+from ..sinkhorn.solver import make_operator
+from ..sinkhorn.torch_ops import StreamedOp, apply
+from .loop import Costs, Duals, Side, averaged, last
+from .schedule import Step
+from .torch_ops import or_nothing, refuse_second
+
+
+class Transport(NamedTuple):
+    """Values (B,), potentials (B, n) and (B, m) across, and of each cloud against itself (no elements without debias).
+
+    Only the values can be differentiated.
+    """
+
+    value: Tensor
+    f: Tensor
+    g: Tensor
+    own_f: Tensor
+    own_g: Tensor
+
+
+def transport(
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilons: Sequence[Sequence[float]], rho: float | None = None,
+    debias: bool = False, precision: str | None = None, backend: str = "",
+) -> Transport:
+    """Solve entropic transport, balanced or with KL penalties ρ on the marginals, and give its value.
+
+    Parameters
+    ----------
+    x, y : (B, n, d) and (B, m, d)
+        Points, for the cost |x − y|²; or a matrix of costs (B, n, m) as x, and None as y.
+    a, b : (B, n) and (B, m)
+        Weights. Balanced transport needs equal masses.
+    epsilons : for each step, one temperature for all elements or one for each
+        The last is the problem's regularisation.
+    rho : float, optional
+        None for balanced transport.
+    debias : bool
+        Take half the value of each cloud against itself off, for points only.
+    """
+    if debias and y is None:
+        raise ValueError("debias is True and the cost is a matrix; accepted with it are points")
+    need = x.requires_grad, y is not None and y.requires_grad
+    table = [[float(value) for value in step] for step in epsilons]
+    flat = [value for step in table for value in step]
+    found = transport_op(
+        x, y, a, b, flat, len(table[0]), math.inf if rho is None else rho, debias, *need, precision or "", backend
+    )
+    return Transport(*found[:5])
+
+
+def temperatures(widest: float, epsilon: float, count: int) -> list[float]:
+    """Geometric steps from the widest difference of costs down to ε, which is the last of them."""
+    return [epsilon] if count == 1 else np.geomspace(max(widest, epsilon), epsilon, count).tolist()  # type: ignore[no-any-return]
+
+
+def product(rows: Any, columns: Any, epsilon: float, values: Tensor) -> Tensor:
+    """P V, streamed: (B, m, k) to (B, n, k), for P_ij = a_i b_j exp((f_i + g_j − |x_i − y_j|²)/ε).
+
+    ``rows`` is (x, f, a) and ``columns`` (y, g, b); None for both weights leaves them out.
+    """
+    (x, f, a), (y, g, b) = rows, columns
+    flat = torch.full((x.shape[0],), epsilon, dtype=torch.float64, device=x.device)
+    s, t = (f / epsilon, g / epsilon) if a is None else (log_weights(a) + f / epsilon, log_weights(b) + g / epsilon)
+    return apply(x, y, s, t, flat, values, "sqeuclidean", "", "")
+
+
+@StreamedOp
+def transport_op(
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilons: Sequence[float], together: int, rho: float,
+    debias: bool, need_x: bool, need_y: bool, precision: str, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Values, the four potentials, and the values' gradients by x (or the matrix), y, a and b."""
+    batch = a.shape[0]
+    steps = [
+        _step(torch.tensor(epsilons[k : k + together], dtype=torch.float64, device=a.device).expand(batch), rho)
+        for k in range(0, len(epsilons), together)
+    ]
+    logs = log_weights(a), log_weights(b)
+    costs, duals = _costs(x, y, steps[0], debias, precision, backend), _start(x, y, a, b, steps[0], debias)
+    for step in steps:
+        costs = costs.at(step.epsilon)
+        duals = averaged(costs, logs, duals, step)
+    points = y is not None
+    sides = last(costs, logs, duals, steps[-1], 1, need_x and points, need_y)
+    epsilon = steps[-1].epsilon[:, None]
+    masses = b.sum(-1, keepdim=True).double(), a.sum(-1, keepdim=True).double()
+    parts = [_part(side, w, mass, epsilon, rho) for side, w, mass in zip(sides, (a, b), masses, strict=True)]
+    by_x = parts[0].by_points
+    if need_x and not points:
+        by_x = _plan(costs.cross, logs, sides)
+    own = (or_nothing(side.own, a) for side in sides)
+    gradients = (or_nothing(by_x, a).to(x.dtype), or_nothing(parts[1].by_points, a).to(x.dtype))
+    value = (parts[0].value + parts[1].value).to(a.dtype)
+    return value, sides[0].across, sides[1].across, *own, *gradients, parts[0].by_weight, parts[1].by_weight  # type: ignore[return-value]
+
+
+def _step(epsilon: Tensor, rho: float) -> Step:
+    return Step(epsilon, 1.0 if math.isinf(rho) else (1 / (1 + epsilon / rho))[:, None], None)
+
+
+def _costs(x: Tensor, y: Tensor | None, step: Step, debias: bool, precision: str, backend: str) -> Costs:
+    how = step.epsilon, "matrix" if y is None else "sqeuclidean", precision, backend
+    cross = make_operator(x, y, *how)
+    if not debias:
+        return Costs(cross, None, None)
+    return Costs(cross, make_operator(x, x, *how), make_operator(y, y, *how))  # type: ignore[arg-type]
+
+
+def _start(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, step: Step, debias: bool) -> Duals:
+    """The potentials at infinite temperature: mean costs, less half of their own mean.
+
+    For points GeomLoss takes off half of each point's share in that mean instead; both lead to the same fixed point,
+    and we take its way, so that the iterates are the same.
+    """
+    turned = (x.transpose(-1, -2), None) if y is None else (y, x)
+
+    def start(rows: Any, weight: Tensor, other: Tensor) -> Tensor:
+        mean = mean_cost(*rows, other)
+        share = weight * mean
+        return ((mean - 0.5 * (share.sum(-1, keepdim=True) if y is None else share)) * step.damping).to(a.dtype)
+
+    own = (start((x, x), a, a), start((y, y), b, b)) if debias else (None, None)
+    return Duals(start((x, y), a, b), start(turned, b, a), *own)
+
+
+def mean_cost(x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
+    """Σ_j w_j C_ij / Σ_j w_j, (B, n), in float64; from two moments of the points."""
+    shares = (weight.double() / weight.sum(-1, keepdim=True, dtype=torch.float64))[:, :, None]
+    if y is None:
+        return torch.cat([part.double() @ shares for part in x.split(4096, 1)], 1)[:, :, 0]
+    centre = (y.double() * shares).sum(1, keepdim=True)
+    spread = ((y.double() - centre).square() * shares).sum((1, 2))
+    return (x.double() - centre).square().sum(-1) + spread[:, None]
+
+
+class Part(NamedTuple):
+    """One cloud's share of the values (B,), and its gradients by the cloud's points and weights."""
+
+    value: Tensor
+    by_points: Tensor | None
+    by_weight: Tensor
+
+
+def _part(side: Side, weight: Tensor, other_mass: Tensor, epsilon: Tensor, rho: float) -> Part:
+    """Séjourné et al., 2019, proposition 12, and the derivatives of the dual problem at its optimum."""
+    if math.isinf(rho):
+        phi = side.across if side.own is None else side.across - side.own
+        by_points = _slopes(side, weight, lambda potential: torch.ones_like(potential))
+        return Part((weight * phi).sum(-1, dtype=torch.float64), by_points, phi)
+
+    def left(potential: Tensor) -> Tensor:
+        return torch.exp(-potential / rho)
+
+    if side.own is None:
+        offsets = 1 - left(side.across), other_mass - left(side.across)
+    else:
+        offsets = (left(side.own) - left(side.across),) * 2
+    value = (weight * (rho * offsets[0] + epsilon / 2 * offsets[1])).sum(-1)
+    by_weight = (rho * offsets[0] + epsilon * offsets[1]).to(weight.dtype)
+    strength = (rho + epsilon) / rho
+    return Part(value, _slopes(side, weight, lambda potential: strength * left(potential)), by_weight)
+
+
+def _slopes(side: Side, weight: Tensor, rate: Any) -> Tensor | None:
+    if side.across_slope is None:
+        return None
+    total = side.across_slope * (weight * rate(side.across))[:, :, None]
+    if side.own is not None and side.own_slope is not None:
+        total = total - side.own_slope * (weight * rate(side.own))[:, :, None]
+    return total
+
+
+def _plan(operator: Any, logs: tuple[Tensor, Tensor], sides: tuple[Side, Side]) -> Tensor:
+    """The plan: the gradient by a matrix of costs."""
+    scalings = (log + side.across / operator.epsilon[:, None] for log, side in zip(logs, sides, strict=True))
+    found: Tensor = operator.weighted(*scalings, alpha=torch.ones_like(logs[0])).cost[0]
+    return found
+
+
+@transport_op.fake
+def _(x, y, a, b, epsilons, together, rho, debias, need_x, need_y, precision, backend):  # type: ignore[no-untyped-def]
+    nothing = a.new_empty(0)
+    own = (torch.empty_like(a), torch.empty_like(b)) if debias else (nothing, a.new_empty(0))
+    by_x = torch.empty_like(x) if need_x else x.new_empty(0)
+    by_y = torch.empty_like(y) if need_y and y is not None else x.new_empty(0)
+    potentials = torch.empty_like(a), torch.empty_like(b)
+    return a.new_empty(a.shape[0]), *potentials, *own, by_x, by_y, torch.empty_like(a), torch.empty_like(b)
+
+
+@StreamedOp
+def transport_backward(
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, grad: Tensor, by_x: Tensor, by_y: Tensor, by_a: Tensor,
+    by_b: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients by x, y, a and b, given the gradient by the values. Not differentiable, by any input."""
+    by_x, by_y = (by * grad.to(by.dtype)[:, None, None] if by.numel() else by.clone() for by in (by_x, by_y))
+    return by_x, by_y, by_a * grad[:, None], by_b * grad[:, None]
+
+
+@transport_backward.fake
+def _(x, y, a, b, grad, *gradients):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(part) for part in gradients)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4], *output[5:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    x, y, a, b, *gradients = ctx.saved_tensors
+    by_x, by_y, by_a, by_b = transport_backward(x, y, a, b, grad, *gradients)
+    need = ctx.needs_input_grad
+    return by_x if need[0] else None, by_y if need[1] else None, by_a, by_b, *[None] * 8
+
+
+transport_op.derivative(_grad, _setup)
+transport_backward.derivative(refuse_second)
