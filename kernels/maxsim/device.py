@@ -1,8 +1,9 @@
 """Device code of MaxSim in Triton.
 
 Rows of a query tile are slots: ``SLOT`` rows (a power of two) for each query, so several short queries share a tile.
-Positions beyond an item's end read its last token again: the copies can neither win nor displace a winner (equal values
-keep the first position), so no product is masked.
+Tiles of documents are never masked: the last one starts early and reads tokens for a second time, and positions beyond
+the end of a document that is shorter than a tile read its last token again. The copies can neither win nor displace a
+winner (equal values keep the first position).
 
 float32 goes through the float16 matrix units in three products: every row is scaled by a power of two to a largest
 magnitude in [2^13, 2^14), x = high + low in float16, and x.y = high.high + high.low + low.high in one float32 sum; what
@@ -12,6 +13,12 @@ is left out is 2^-22 of |x||y|.
 # ruff: noqa: RET505  (the compiler needs the else after a return)
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger number, or what is none."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -65,6 +72,17 @@ def _similar(d, q_high, q_low, q_back, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.co
 
 
 @triton.jit
+def _masked(similar, mask, there, ZERO: tl.constexpr, DOCUMENT_ROWS: tl.constexpr):
+    """Similarities without those of masked document tokens."""
+    keep = tl.load(mask, mask=there, other=0) != 0
+    fill = 0.0 if ZERO else float("-inf")
+    if DOCUMENT_ROWS:
+        return tl.where(keep[:, None], similar, fill)
+    else:
+        return tl.where(keep[None, :], similar, fill)
+
+
+@triton.jit
 def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
     """Rows of embeddings; ``rows`` are offsets of their first numbers."""
     if SIZE % BD == 0:
@@ -115,54 +133,22 @@ def _trimmed(mask, length):
     return found
 
 
-@triton.jit(do_not_specialize=[
-    "tiles", "parts", "queries", "per_query", "per_part", "longest_query", "longest_document", "set_size",
-])  # fmt: skip
-def scores_kernel(
-    q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
-    extra, centroids, weights, scores, winners, tiles, parts, queries, per_query, per_part,
-    longest_query, longest_document, set_size,
-    q_item, q_token, d_item, d_token,
-    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
-    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
-    BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr,
-    SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
-    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr, INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
+@triton.jit
+def _score_document(
+    document, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
+    q_ptr, d_ptr, d_mask_ptr, d_offsets, floors, extra, centroids, weights, scores, winners,
+    parts, queries, per_query, per_part, longest_query, longest_document, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_D_MASK: tl.constexpr, D_PACKED: tl.constexpr,
+    BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr, SLOT: tl.constexpr,
+    EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr, ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr,
+    INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, REGISTERS: tl.constexpr, FOLD: tl.constexpr,
+    CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one document and one tile of queries; tiles run fastest, so neighbours share the document in cache."""
-    program = tl.program_id(0)
-    document = program // tiles
-    tile = program % tiles
-    part = tile % parts
+    """One document and one tile of queries."""
     row = tl.arange(0, BQ)
-    columns = tl.arange(0, BD)
-
-    if OWNED:
-        if HAS_OWNERS:
-            owner = tl.load(owners + document).to(tl.int32)
-        else:
-            owner = document // set_size
-        query = owner + row * 0
-    else:
-        query = (tile // parts) * (BQ // SLOT) + row // SLOT
-    token = part * BQ + row % SLOT
-    exists = query < queries
-    query = tl.minimum(query, queries - 1)
-    q_first, q_length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
-    inside = exists & (token < q_length)
-    place = tl.maximum(tl.minimum(token, q_length - 1), 0)
-    if Q_PACKED:
-        q_at = q_first + place
-        # an empty query at the very end has no token to read
-        q_at = tl.where(inside, q_at, 0)
-        q_rows = q_at * q_token
-    else:
-        q_rows = query.to(tl.int64) * q_item + place.to(tl.int64) * q_token
-        q_at = query.to(tl.int64) * longest_query + place
-    counts = inside
-    if HAS_Q_MASK:
-        counts = inside & (tl.load(q_mask_ptr + q_at, mask=inside, other=0) != 0)
-
+    ONE: tl.constexpr = SIZE <= BD
+    AXIS: tl.constexpr = 0 if DOCUMENT_ROWS else 1
+    PER: tl.constexpr = BQ // SLOT
     d_first, d_length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
     if D_PACKED:
         d_at = d_first
@@ -179,23 +165,38 @@ def scores_kernel(
         best = tl.full((BT, BQ), float("-inf"), tl.float32)
         step = tl.zeros((BT, BQ), tl.int32)
     else:
-        best = tl.full((BQ, BT), float("-inf"), tl.float32)
+        best = tl.full((BQ, FOLD if FOLD else BT), float("-inf"), tl.float32)
         step = tl.zeros((BQ, BT), tl.int32)
 
-    ONE: tl.constexpr = SIZE <= BD
-    if ONE:
-        q = _load(q_ptr, q_rows, columns, SIZE, BD)
-        if EXACT:
-            q_high, q_low, q_back = _split(q)
+    within = tl.minimum(tl.arange(0, BT), length - 1)
+    last = tl.maximum(length - BT, 0)
+    begin = 0
+    if REGISTERS:
+        # Queries stay in registers for the loop only if something outside it needs them there too: the first tile.
+        begin = BT
+        there = within >= 0
+        d = tl.load(
+            d_base + within.to(tl.int64)[:, None] * d_token + columns[None, :],
+            mask=there[:, None] & (columns[None, :] < SIZE),
+            other=0.0,
+        )
+        best = _similar(d, q_high, q_low, q_back, EXACT, False)
+        if HAS_D_MASK:
+            best = _masked(best, d_mask + within, there, ZERO, False)
+        if FOLD:
+            best = tl.reduce(tl.reshape(best, (BQ, BT // FOLD, FOLD)), 1, _larger)
+        best = tl.where(length > 0, best, float("-inf"))
+    for at in tl.range(begin, length, BT, num_stages=STAGES):
+        start = tl.minimum(at, last)
+        spot = start + within
+        if CLOSE:
+            d_tile = d_base + start.to(tl.int64) * SIZE
+            d_rows = within * SIZE
         else:
-            q_high = q
-            q_low = q
-            q_back = row
-    for start in tl.range(0, length, BT, num_stages=STAGES):
-        spot = tl.minimum(start + tl.arange(0, BT), length - 1)
-        d_rows = spot.to(tl.int64) * d_token
+            d_tile = d_base + start.to(tl.int64) * d_token
+            d_rows = within.to(tl.int64) * d_token
         if INT8:
-            d = _load(d_base, d_rows, columns, SIZE, BD)
+            d = _load(d_tile, d_rows, columns, SIZE, BD)
             similar = _similar(d.to(tl.float16 if EXACT else q.dtype), q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
             scale = tl.load(extra + d_at + spot)
             if DOCUMENT_ROWS:
@@ -209,33 +210,29 @@ def scores_kernel(
             else:
                 similar = _similar(d.to(q.dtype), q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
         elif ONE:
-            d = _load(d_base, d_rows, columns, SIZE, BD)
+            d = _load(d_tile, d_rows, columns, SIZE, BD)
             similar = _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
         else:
             if DOCUMENT_ROWS:
                 similar = tl.zeros((BT, BQ), tl.float32)
             else:
                 similar = tl.zeros((BQ, BT), tl.float32)
-            for at in range(0, SIZE, BD):
-                d = _load(d_base, d_rows, at + columns, SIZE, BD)
-                q = _load(q_ptr, q_rows, at + columns, SIZE, BD)
+            for chunk in range(0, SIZE, BD):
+                d = _load(d_tile, d_rows, chunk + columns, SIZE, BD)
+                some = _load(q_ptr, q_rows, chunk + columns, SIZE, BD)
                 if EXACT:
-                    q_high, q_low, q_back = _split(q)
-                    similar += _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+                    high, low, back = _split(some)
+                    similar += _similar(d, high, low, back, EXACT, DOCUMENT_ROWS)
                 else:
-                    similar += _similar(d, q, q, row, EXACT, DOCUMENT_ROWS)
+                    similar += _similar(d, some, some, row, EXACT, DOCUMENT_ROWS)
         if HAS_D_MASK:
-            keep = tl.load(d_mask + spot) != 0
-            fill = 0.0 if ZERO else float("-inf")
-            if DOCUMENT_ROWS:
-                similar = tl.where(keep[:, None], similar, fill)
-            else:
-                similar = tl.where(keep[None, :], similar, fill)
+            similar = _masked(similar, d_mask + spot, spot >= 0, ZERO, DOCUMENT_ROWS)
         if RECORD:
             step = tl.where(similar > best, start, step)
+        elif FOLD:
+            similar = tl.reduce(tl.reshape(similar, (BQ, BT // FOLD, FOLD)), 1, _larger)
         best = tl.maximum(best, similar, propagate_nan=tl.PropagateNan.ALL)
 
-    AXIS: tl.constexpr = 0 if DOCUMENT_ROWS else 1
     top = tl.max(best, axis=AXIS)
     wrong = tl.max((best != best).to(tl.int32), axis=AXIS)
     if RECORD:
@@ -266,7 +263,6 @@ def scores_kernel(
             to = (document.to(tl.int64) * queries + query) * longest_query + token
         tl.store(winners + to, tl.where(chosen, winner, NONE), mask=exists & (token < longest_query))
 
-    PER: tl.constexpr = BQ // SLOT
     total = tl.sum(tl.reshape(top, (PER, SLOT)), axis=1)
     if OWNED:
         out = part.to(tl.int64) * per_part + document + tl.arange(0, PER)
@@ -275,6 +271,96 @@ def scores_kernel(
         which = (tile // parts) * PER + tl.arange(0, PER)
         out = part.to(tl.int64) * per_part + which.to(tl.int64) * per_query + document
         tl.store(scores + out, total, mask=which < queries)
+
+
+@triton.jit(do_not_specialize=[
+    "tiles", "parts", "queries", "documents", "groups", "per_query", "per_part",
+    "longest_query", "longest_document", "set_size",
+])  # fmt: skip
+def scores_kernel(
+    q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
+    extra, centroids, weights, scores, winners, tiles, parts, queries, documents, groups, per_query, per_part,
+    longest_query, longest_document, set_size,
+    q_item, q_token, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
+    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
+    BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
+    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr, INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
+    REGISTERS: tl.constexpr, FOLD: tl.constexpr, CLOSE: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Scores of one tile of queries and one document, or each ``groups``-th one from it.
+
+    Tiles run fastest, so neighbours share a document in cache.
+    """
+    program = tl.program_id(0)
+    first = program // tiles
+    tile = program % tiles
+    part = tile % parts
+    row = tl.arange(0, BQ)
+    columns = tl.arange(0, BD)
+
+    if OWNED:
+        if HAS_OWNERS:
+            owner = tl.load(owners + first).to(tl.int32)
+        else:
+            owner = first // set_size
+        query = owner + row * 0
+    else:
+        query = (tile // parts) * (BQ // SLOT) + row // SLOT
+    token = part * BQ + row % SLOT
+    exists = query < queries
+    query = tl.minimum(query, queries - 1)
+    q_first, q_length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
+    inside = exists & (token < q_length)
+    place = tl.maximum(tl.minimum(token, q_length - 1), 0)
+    if Q_PACKED:
+        q_at = q_first + place
+        # an empty query at the very end has no token to read
+        q_at = tl.where(inside, q_at, 0)
+        q_rows = q_at * q_token
+    else:
+        q_rows = query.to(tl.int64) * q_item + place.to(tl.int64) * q_token
+        q_at = query.to(tl.int64) * longest_query + place
+    counts = inside
+    if HAS_Q_MASK:
+        counts = inside & (tl.load(q_mask_ptr + q_at, mask=inside, other=0) != 0)
+
+    ONE: tl.constexpr = SIZE <= BD
+    if ONE:
+        q = _load(q_ptr, q_rows, columns, SIZE, BD)
+        if EXACT:
+            q_high, q_low, q_back = _split(q)
+        else:
+            if REGISTERS:  # what was loaded would go to shared memory; what was computed need not
+                q = tl.where(exists[:, None], q, 0.0)
+            q_high = q
+            q_low = q
+            q_back = row
+    else:
+        q = row
+        q_high = row
+        q_low = row
+        q_back = row
+    if GROUPED:
+        for each in range(first, documents, groups):
+            document = program * 0 + each
+            _score_document(
+                document, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
+                q_ptr, d_ptr, d_mask_ptr, d_offsets, floors, extra, centroids, weights, scores, winners,
+                parts, queries, per_query, per_part, longest_query, longest_document, d_item, d_token,
+                SIZE, BD, OWNED, HAS_D_MASK, D_PACKED, BQ, BT, DOCUMENT_ROWS, STAGES, SLOT, EXACT, RECORD, NONE, ZERO,
+                HAS_FLOORS, INT8, BITS, UNIT, REGISTERS, FOLD, CLOSE,
+            )  # fmt: skip
+    else:  # no loop of one turn, in which the compiler would not see what can stay in registers
+        _score_document(
+            first, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
+            q_ptr, d_ptr, d_mask_ptr, d_offsets, floors, extra, centroids, weights, scores, winners,
+            parts, queries, per_query, per_part, longest_query, longest_document, d_item, d_token,
+            SIZE, BD, OWNED, HAS_D_MASK, D_PACKED, BQ, BT, DOCUMENT_ROWS, STAGES, SLOT, EXACT, RECORD, NONE, ZERO,
+            HAS_FLOORS, INT8, BITS, UNIT, REGISTERS, FOLD, CLOSE,
+        )  # fmt: skip
 
 
 @triton.jit

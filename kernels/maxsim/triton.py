@@ -60,12 +60,14 @@ def _forward_plan(problem, record, coded):
     constants, columns, slot = _forward_constants(problem, queries, record, coded)
     parts = max(-(-problem.longest_query // columns), 1)
     tiles = parts if problem.set_size else parts * -(-queries // (columns // slot))
+    groups = _groups(problem, tiles, documents, constants.pop("PROGRAMS"))
+    constants["GROUPED"] = groups < documents
     shape = (documents,) if problem.set_size else (queries, documents)
     strides = (1, documents) if problem.set_size else (documents, queries * documents)
     index = index_dtype(problem.longest_document)
     return Plan(
-        programs=tiles * documents if queries and problem.longest_query else 0,
-        numbers=(tiles, parts, queries, *strides, *_sizes(copied)),
+        programs=tiles * groups if queries and problem.longest_query else 0,
+        numbers=(tiles, parts, queries, documents, groups, *strides, *_sizes(copied)),
         constants=constants,
         copies=copied is not problem,
         shape=(parts, *shape) if parts > 1 else shape,
@@ -88,10 +90,28 @@ def _forward_constants(problem, queries, record, coded):
     if found["SIZE"] > found["BD"]:  # the query tile is read again with each part of the embeddings
         found.update(STAGES=2, num_warps=8)
     found["num_stages"] = found["STAGES"]  # for the loops that do not say it themselves
+    found["FOLD"] = 0 if record or found["DOCUMENT_ROWS"] else found.get("FOLD", 0)
+    found.setdefault("PROGRAMS", 0)
+    plain = coded is None and not exact and found["SIZE"] <= found["BD"] and not found["DOCUMENT_ROWS"]
+    found["REGISTERS"] = plain and found.get("REGISTERS", False)
     int8, bits, unit = coded or (False, 0, False)
+    found["CLOSE"] = problem.documents.stride(-2) == found["SIZE"] == found["BD"]
     found.update(INT8=int8, BITS=bits, UNIT=unit)
     found.update(ZERO=problem.masked == "zero", HAS_FLOORS=problem.floors is not None)
     return found, columns, slot
+
+
+def _groups(problem, tiles, documents, resident):
+    """How many programs share the documents of a query tile: enough to fill the card's last wave as well.
+
+    ``resident``: how many run on a multiprocessor at a time; 0 for one program for each document.
+    """
+    slots = resident * tuning.processors(problem.queries.device)
+    if problem.set_size or not slots or tiles * documents <= slots:
+        return documents
+    waves = range(1, 9)
+    choices = [min(max(slots * wave // tiles, 1), documents) for wave in waves]
+    return min(choices, key=lambda groups: -(-tiles * groups // slots) * (-(-documents // groups) + 1))
 
 
 def _common(problem):

@@ -23,6 +23,12 @@ def capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; of a usual one where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def _rules(direction, device):
     table = _table()[direction]
     if device.type != "cuda":

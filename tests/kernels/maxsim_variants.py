@@ -96,12 +96,18 @@ def pairwise(**options):
 YES_NO = False, True
 TENSORS = {"owned": OWNED, "q_packed": YES_NO, "d_packed": YES_NO, "q_mask": YES_NO, "d_mask": YES_NO, "floors": YES_NO}
 BASIC = {"BQ": 32, "BT": 32, "STAGES": 2, "num_warps": 4}
-LAUNCHES = "table", "queries", "documents"
+LAUNCHES = {
+    "table": None,
+    "queries": {**BASIC, "DOCUMENT_ROWS": False},
+    "documents": {**BASIC, "DOCUMENT_ROWS": True},
+    "registers": {**BASIC, "DOCUMENT_ROWS": False, "REGISTERS": True, "FOLD": 8},
+    "shared": {**BASIC, "DOCUMENT_ROWS": False, "FOLD": 8, "PROGRAMS": 1},
+}
 
 
 def forward(launch, record, bits=None, **options):
-    rows = {**BASIC, "DOCUMENT_ROWS": launch == "documents"}
-    tuning.forward = table_forward if launch == "table" else lambda *_: dict(rows)
+    rows = LAUNCHES[launch]
+    tuning.forward = table_forward if rows is None else lambda *_: dict(rows)
     found = problem(**options)
     triton.forward(found if bits is None else found._replace(documents=coded(bits)), record)
 
@@ -116,10 +122,10 @@ def backward(wanted, **options):
 def variants():
     """(call, its arguments)"""
     kinds = {"dtype": DTYPES, "size": (SIZE, 300)}
-    for options in pairwise(launch=LAUNCHES, record=YES_NO, masked=("zero", "exclude"), **kinds, **TENSORS):
+    for options in pairwise(launch=[*LAUNCHES], record=YES_NO, masked=("zero", "exclude"), **kinds, **TENSORS):
         yield forward, options
     coded_kinds = {**TENSORS, "d_packed": (True,), "dtype": DTYPES[:2], "record": (False,)}
-    for options in pairwise(launch=LAUNCHES, bits=(0, 2, 4), **coded_kinds):
+    for options in pairwise(launch=[*LAUNCHES], bits=(0, 2, 4), **coded_kinds):
         yield forward, options
     for options in pairwise(wanted=((True, True), (True, False), (False, True)), **kinds, **TENSORS):
         yield backward, options
@@ -129,6 +135,7 @@ def main():
     """Compile the front half of everything, and every so many variants to the end."""
     driver.set_active(Card())
     triton.start = start
+    tuning.processors = lambda _: 1
     tuning._rules = lambda direction, _: [
         *tuning._table()[direction].get("sm90", []),
         *tuning._table()[direction]["default"],

@@ -30,8 +30,11 @@ def mask(*shape, seed=1):
 
 @pytest.fixture(autouse=True, params=["documents", "queries"])
 def launches(request, monkeypatch):
-    """Both orientations, in tiles small enough that the interpreter meets several of them."""
+    """Both orientations, in tiles small enough that the interpreter meets several of them; documents shared or not."""
     rows = {"BQ": 32, "BT": 16, "DOCUMENT_ROWS": request.param == "documents", "STAGES": 2, "num_warps": 4}
+    if request.param == "queries":
+        rows.update(REGISTERS=True, FOLD=8, PROGRAMS=1)
+        monkeypatch.setattr(tuning, "processors", lambda _: 2)
     monkeypatch.setattr(tuning, "forward", lambda *_: dict(rows))
     monkeypatch.setattr(
         tuning, "backward", lambda *_: {"BT": 16, "BK": 16, "BS": 2, "BJ": 4, "STAGES": 2, "num_warps": 4}
