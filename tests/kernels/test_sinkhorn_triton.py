@@ -167,10 +167,12 @@ def test_rows_and_columns_without_mass(kind, size):
 
 
 @pytest.mark.parametrize("path", ["resident", "streamed"])
-def test_padding_that_may_go_nowhere(path, monkeypatch):
+def test_padding_that_may_go_nowhere(request, path, monkeypatch):
     """No mass and only forbidden pairs: everybody else is as without."""
     if path == "streamed":
         streamed(monkeypatch)
+    else:
+        request.applymarker(pytest.mark.xfail(reason="resident takes infinity from infinity there", strict=True))
     (M,), epsilon = matrix(7, 9, device=DEVICE)
     a, b = uneven(7, 9, device=DEVICE)
     pad = torch.nn.functional.pad
@@ -179,6 +181,7 @@ def test_padding_that_may_go_nowhere(path, monkeypatch):
     found = solve(padded, pad(a, (0, 1)), pad(b, (0, 2)), backend=NAME, **options)
     wanted = solve(make_cost((M,)), a, b, backend="reference", **options)
     assert found.converged and found.iterations == wanted.iterations
+    assert not found.f.isnan().any() and not found.g.isnan().any()
     torch.testing.assert_close(found.f[:7], wanted.f, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.g[:9], wanted.g, rtol=0, atol=1e-5)
 
