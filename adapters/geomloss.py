@@ -203,7 +203,7 @@ def _solve_batch(module: Any, C: Any, *, a: Any, b: Any, **options: Any) -> Any:
     from flashot_backends.ops.divergence import transport
 
     steps = transport.temperatures(float((tensors[0].amax() - tensors[0].amin()).detach()), reg, count)
-    found = transport.transport(tensors[0], None, *tensors[1:], [[step] for step in steps], unbalanced)
+    found = transport.transport(tensors[0], None, tensors[1], tensors[2], [[step] for step in steps], unbalanced)
     given = {"C": _detached(C), "reg": reg, "unbalanced": unbalanced}
     return _matrix_result(module)(
         **given, a=_detached(a), b=_detached(b), potentials=_potentials(found, C), array_properties=properties,
@@ -373,9 +373,11 @@ def _matrix_result(module: Any) -> Any:
 def _sample_result(module: Any, batched: bool) -> Any:
     """A result on samples; GeomLoss has none for batches, so that is built on its result for batches of matrices."""
     matrices = sys.modules["geomloss.ot._implementations.matrix"]
-    base = matrices.OTResultMatrix if batched else module.OTResultSample
+    base: Any = matrices.OTResultMatrix if batched else module.OTResultSample
 
-    class OTResultSample(_Streamed, base):  # type: ignore[misc]
+    class OTResultSample(_Streamed, base):
+        _C: Any
+
         def __init__(self, module: Any, X_a: Any, X_b: Any, properties: Any, debias: bool, **given: Any) -> None:
             given |= {"array_properties": properties, "reg_type": "KL", "unbalanced_type": "KL"}
             if batched:

@@ -129,15 +129,15 @@ def _start(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, step: Step, debias
     For points GeomLoss takes off half of each point's share in that mean instead; both lead to the same fixed point,
     and we take its way, so that the iterates are the same.
     """
-    turned = (x.transpose(-1, -2), None) if y is None else (y, x)
 
-    def start(rows: Any, weight: Tensor, other: Tensor) -> Tensor:
-        mean = mean_cost(*rows, other)
+    def start(rows: Tensor, columns: Tensor | None, weight: Tensor, other: Tensor) -> Tensor:
+        mean = mean_cost(rows, columns, other)
         share = weight * mean
         return ((mean - 0.5 * (share.sum(-1, keepdim=True) if y is None else share)) * step.damping).to(a.dtype)
 
-    own = (start((x, x), a, a), start((y, y), b, b)) if debias else (None, None)
-    return Duals(start((x, y), a, b), start(turned, b, a), *own)
+    own = (start(x, x, a, a), start(y, y, b, b)) if debias and y is not None else (None, None)
+    g = start(x.transpose(-1, -2), None, b, a) if y is None else start(y, x, b, a)
+    return Duals(start(x, y, a, b), g, *own)
 
 
 def mean_cost(x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
