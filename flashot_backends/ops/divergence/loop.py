@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..sinkhorn.problem import log_weights
 from ..sinkhorn.solver import make_operator
+from . import stacked
 from .schedule import Settings, Step, descent
 
 
@@ -47,6 +48,10 @@ def anneal(
 ) -> tuple[Side, Side]:
     """Run the descent on points (B, n, d), (B, m, d) with weights (B, n), (B, m)."""
     steps = descent(settings, x, y)
+    if stacked.applies(x, y, settings):
+        how = settings, need_x, need_y, precision, backend
+        found = stacked.anneal(x, a, y, b, steps, _shown(steps, settings), *how)
+        return _side(found, 0, x.shape[1]), _side(found, 1, y.shape[1])
     logs = log_weights(a), log_weights(b)
     costs = _costs(x, y, steps[0].epsilon * settings.unit, settings, precision, backend)
     duals = _start(costs, logs, steps[0])
@@ -54,6 +59,12 @@ def anneal(
         costs = costs.at(step.epsilon * settings.unit)
         duals = averaged(costs, logs, duals, step)
     return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
+
+
+def _side(found: stacked.Result, index: int, points: int) -> Side:
+    (across, across_slope), (own, own_slope) = found.part(index, points), found.part(index + 2, points)
+    assert across is not None
+    return Side(across, own, across_slope, own_slope)
 
 
 class Duals(NamedTuple):
