@@ -305,6 +305,26 @@ def test_the_custom_ops_keep_their_contract():
     torch.library.opcheck(torch_ops.distance_product.custom, (x, y, b[:, :, None], "", ""))
 
 
+def test_functional_gradients():
+    x, y, a, b = problem()
+    inputs = [part.clone().requires_grad_() for part in (x, y, a, b)]
+    expected = torch.autograd.grad(sinkhorn_divergence(*inputs), inputs)
+    found = torch.func.grad(lambda *parts: sinkhorn_divergence(*parts), argnums=(0, 1, 2, 3))(x, y, a, b)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_nothing_is_kept_for_a_gradient_that_nobody_wants(monkeypatch):
+    from flashot_backends.kernels.sinkhorn import blocks
+
+    def refuse(*arguments):
+        raise AssertionError("a slope was computed")
+
+    monkeypatch.setattr(blocks.Points, "softmin_slope", refuse)
+    x, y, a, b = problem()
+    with torch.no_grad():
+        sinkhorn_divergence(x.requires_grad_(), y, a, b)
+
+
 def test_second_derivatives_are_refused():
     x, y, a, b = problem()
     x.requires_grad_()

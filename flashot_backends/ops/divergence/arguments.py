@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..sinkhorn.control import backend_names
@@ -89,5 +90,5 @@ def how(found: Clouds, precision: str | None, backend: Any) -> tuple[bool, bool,
     """Whose derivatives will be wanted, and on which kernels."""
     if precision not in ("high", "fast", None):
         raise ValueError(f"precision is {precision!r}; accepted are 'high' and 'fast'")
-    x, _, y, _ = found.tensors
-    return x.requires_grad, y.requires_grad, precision or "", backend_names(backend)
+    wanted = [part.requires_grad and torch.is_grad_enabled() for part in found.tensors[::2]]
+    return wanted[0], wanted[1], precision or "", backend_names(backend)

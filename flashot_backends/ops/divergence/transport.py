@@ -56,7 +56,7 @@ def transport(
     """
     if debias and y is None:
         raise ValueError("debias is True and the cost is a matrix; accepted with it are points")
-    need = x.requires_grad, y is not None and y.requires_grad
+    need = [part is not None and part.requires_grad and torch.is_grad_enabled() for part in (x, y)]
     table = [[float(value) for value in step] for step in epsilons]
     flat = [value for step in table for value in step]
     found = transport_op(
