@@ -103,7 +103,7 @@ _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches"
 
 def launch(
     kernel: Any,
-    grid: tuple[int, int],
+    programs: int,
     args: tuple[Any, ...],
     constants: tuple[Any, ...],
     options: Any,
@@ -115,6 +115,8 @@ def launch(
     declared types; ``variant`` tells whatever else the compiled code depends on: dtypes, and pointers that may not be
     aligned.
     """
+    if programs == 0:
+        return
     key = (kernel, torch.cuda.current_device() if not INTERPRETED else None, constants, options, variant)
     started = _started.get(key)
     recorded = _recorded.get()
@@ -122,13 +124,13 @@ def launch(
         recorded.append((kernel, args, constants, options))
         return
     if started is None:
-        started = kernel[grid](*args, *constants, **dict(options))
+        started = kernel[(programs,)](*args, *constants, **dict(options))
         if not INTERPRETED and _thin():
             _started[key] = started
         return
     stream = torch._C._cuda_getCurrentRawStream(key[1])
     metadata = started.packed_metadata
-    started.run(grid[0], grid[1], 1, stream, started.function, metadata, None, None, None, *args, *constants)
+    started.run(programs, 1, 1, stream, started.function, metadata, None, None, None, *args, *constants)
 
 
 def compile_together(work: Callable[[], Any]) -> None:

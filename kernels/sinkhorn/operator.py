@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # The least distance between two points: what a metric's square root is kept away from zero by.
 FLOORS = {"euclidean": 0.0, "clamped": 1e-4}
 
@@ -164,7 +163,8 @@ class Operator:
     ) -> tuple[Tensor, ...] | None:
         """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
 
-        A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. Returns row and column potentials, iterations, error and whether it is below the tolerance, by batch element.
+        A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. Returns
+        row and column potentials, iterations, error and whether it is below the tolerance, by batch element.
         """
         return None
 

@@ -44,13 +44,19 @@ class Tile(NamedTuple):
 
 TILE = Tile(64, 128, 4, 4)
 REGISTERS = 128  # a thread may use where as many programs as promised above must be resident
-MOST_TILES = 32  # along one side of a problem
+FEW_TILES, MOST_TILES = 8, 32  # along one side of a problem
+WIDEST = 64  # columns of a product that one program takes
+MOST_PRODUCTS = 4  # with the plan, before torch's blocks do as well
+PER_PROBLEM = (torch.int64, torch.float32, torch.bool)  # iterations, error, converged
+PRODUCT_OPTIONS = (("num_warps", 4), ("num_stages", 1))
 
 
 def applies(request: Any) -> str | None:
     """Serve float32 and narrower points and matrices, where Triton can build its launchers."""
     if request.dtype == torch.float64:
         return "it computes in float32, and the cost is float64"
+    if request.kind == "points" and request.width == 0:
+        return "the points have no coordinates"
     if request.kind == "points" and request.metric != "sqeuclidean":
         return f"it has no kernel for the metric {request.metric!r}"
     return None if INTERPRETED else _no_compiler()
@@ -161,9 +167,11 @@ class Fused(Operator):
         inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...]:
         """Alternate until every problem's error is below the tolerance, looking at it on the card."""
+        if self.batch == 0:
+            return a.new_empty(a.shape), b.new_empty(b.shape), *(a.new_empty(0, dtype=kind) for kind in PER_PROBLEM)
         with on(self.device):
             loop = Loop(self, a, b, f)
-            tile = fitting_tile(self)
+            tile = fitting_tile(self, max_iterations)
             report = loop.report(inspect)
             if tile is not None:
                 loop.resident(tile, max_iterations, tolerance, check_every, norm)
@@ -194,67 +202,79 @@ class Fused(Operator):
 
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V."""
-        return self._product(s, t, values, 0)
+        if values.shape[-1] == 1:
+            return self._product(s, t, None, values[:, :, 0])[1][:, :, None]
+        products = self._product(s, t, values)[0]
+        assert products is not None
+        return products
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C²."""
-        return self._product(s, t, torch.ones_like(t)[:, :, None], power)[:, :, 0]
+        return self._product(s, t, None, power=power)[1]
 
     def weighted(self, s, t, alpha=None, gamma=0.0, u=None, v=None) -> Weighted:  # type: ignore[no-untyped-def]
         """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j).
 
-        For points Σ_j W_ij ∂C_ij/∂x_i = 2 (x_i Σ_j W_ij − Σ_j W_ij y_j): products of the plan with few columns, one way
-        and the other. The gradient by a matrix is a matrix, and is streamed by torch.
+        For points Σ_j W_ij ∂C_ij/∂x_i = 2 (x_i Σ_j W_ij − Σ_j W_ij y_j): products of the plan with the other side's
+        points, one way and the other. The gradient by a matrix is a matrix, and is streamed by torch.
         """
-        if self.cost.matrix is not None or (u is not None and u.shape[-1] > 4):
+        if self.cost.matrix is not None or (u is not None and u.shape[-1] > MOST_PRODUCTS):
             return self.streamed.weighted(s, t, alpha, gamma, u, v)
         x, y = self.streamed.x, self.streamed.y  # type: ignore[attr-defined]
-        rows = self._weighted_rows(s, t, y, alpha, None, gamma, u, v)
-        columns = self.T._weighted_rows(t, s, x, None, alpha, gamma, v, u)
-        by_x = 2 * (x * rows[:, :, -1:] - rows[:, :, :-1])
-        by_y = 2 * (y * columns[:, :, -1:] - columns[:, :, :-1])
-        return Weighted((by_x, by_y), rows[:, :, -1], columns[:, :, -1])
+        means_y, rows = self._weighted_rows(s, t, y, alpha, None, gamma, u, v)
+        means_x, columns = self.T._weighted_rows(t, s, x, None, alpha, gamma, v, u)
+        by_x, by_y = 2 * (x * rows[:, :, None] - means_y), 2 * (y * columns[:, :, None] - means_x)
+        return Weighted((by_x, by_y), rows, columns)
 
-    def _weighted_rows(self, s, t, y, alpha, beta, gamma, u, v) -> Tensor:  # type: ignore[no-untyped-def]
+    def _weighted_rows(self, s, t, y, alpha, beta, gamma, u, v):  # type: ignore[no-untyped-def]
         """Σ_j P_ij (α_i + β_j + γ C_ij + u_i·v_j) (y_j, 1)."""
-        with_one = torch.cat([y, torch.ones_like(y[:, :, :1])], -1)
-        total = torch.zeros(self.batch, self.rows, with_one.shape[-1], device=self.device)
-        if alpha is not None:
-            total += alpha[:, :, None] * self._product(s, t, with_one, 0)
-        if beta is not None:
-            total += self._product(s, t, beta[:, :, None] * with_one, 0)
-        if gamma:
-            total += gamma * self._product(s, t, with_one, 1)
-        for k in range(0 if u is None else u.shape[-1]):
-            total += u[:, :, k, None] * self._product(s, t, v[:, :, k, None] * with_one, 0)
-        return total
+        terms: list[tuple[Any, Any, int]] = [(alpha, None, 0)] if alpha is not None else []
+        terms += [(None, beta, 0)] if beta is not None else []
+        terms += [(gamma, None, 1)] if gamma else []
+        terms += [(u[:, :, k], v[:, :, k], 0) for k in range(0 if u is None else u.shape[-1])]
+        means, totals = torch.zeros(self.batch, self.rows, y.shape[-1], device=self.device), 0.0
+        for factor, weights, power in terms:
+            products, sums = self._product(s, t, y, weights, power)
+            if isinstance(factor, Tensor):
+                products, sums = products * factor[:, :, None], sums * factor
+            elif factor is not None:
+                products, sums = products * factor, sums * factor
+            means, totals = means + products, totals + sums
+        return means, totals
 
-    def _product(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
-        """Σ_j P_ij C_ij^power V_j, streamed."""
+    def _product(
+        self, s: Tensor, t: Tensor, values: Tensor | None, weights: Tensor | None = None, power: int = 0
+    ) -> tuple[Any, Tensor]:
+        """Σ_j P_ij C_ij^power w_j V_j (None without values), and the same with 1 for V_j, streamed."""
         from .triton_kernels import product
 
         prepared = self.prepared
         rows, columns = prepared.rows, prepared.columns
         with on(self.device):
-            values = values.float().contiguous()
-            width = values.shape[-1]
-            bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
+            bias, padded_weights = self.new(2, self.batch, columns.blocks * PAD).unbind()
             norm = columns.half_norm[:, : columns.count] if prepared.kind == DOT else 0.0
-            torch.sub(t * LOG2E, norm, out=bias[:, : columns.count])
-            top, out = self.new(self.batch, rows.count), self.new(self.batch, rows.count, width)
-            across = 1 if width == 1 else min(64, max(16, 1 << (width - 1).bit_length()))
-            shape = (32, 64) if prepared.kind == DOT else (32, 32)
+            torch.sub(t * LOG2E, norm, out=bias.fill_(-math.inf)[:, : columns.count])
+            padded_weights.fill_(1.0)
+            if weights is not None:
+                padded_weights[:, : columns.count] = weights
+            width = 0 if values is None else values.shape[-1]
+            given = bias if values is None else values.float().contiguous()
+            (top, total), out = self.new(2, self.batch, rows.count), self.new(self.batch, rows.count, width)
+            across = 1 if width == 0 else min(WIDEST, max(16, 1 << (width - 1).bit_length()))
+            shape = (64, 64) if prepared.kind == DOT and across > 1 else (32, 64)
+            programs = -(-rows.count // shape[0]) * max(1, -(-width // across))
             args = (
-                rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, values,
-                top, out, prepared.slopes, rows.count, columns.count, width, rows.blocks, columns.blocks,
-                values.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared),
+                rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, given,
+                padded_weights, top, total, out, prepared.slopes, programs, rows.count, columns.count, width,
+                rows.blocks,
+                columns.blocks, given.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared),
             )  # fmt: skip
-            grid = (-(-rows.count // shape[0]) * -(-width // across), self.batch)
-            constants = (*self.constants, *shape, across, 1, power)
-            launch(product, grid, args, constants, (("num_warps", 4), ("num_stages", 1)), prepared.variant)
+            variant = (prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
+            launch(product, programs * self.batch, args, (*self.constants, *shape, across, 1, power), PRODUCT_OPTIONS,
+            variant)
             norm = rows.half_norm[:, : rows.count] if prepared.kind == DOT else 0.0
-            out *= torch.exp2(s * LOG2E - norm + top)[:, :, None]
-            return out * self.epsilon[:, None, None] ** power if power else out
+            scale = torch.exp2(s * LOG2E - norm + top) * self.epsilon[:, None] ** power
+            return (out * scale[:, :, None] if width else None), total * scale
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -293,11 +313,11 @@ class Update:
         shape = launch_shape(self.prepared.kind, self.prepared.width, op.batch * rows.count, op.device, transposed)
         blocks_of_rows = -(-rows.count // shape.rows)
         splits, tiles = splits_for(shape, blocks_of_rows * op.batch, columns.count, op.device)
-        self.grid = (blocks_of_rows * splits, op.batch)
+        self.programs = blocks_of_rows * splits
         self.parts = op.new(op.batch * blocks_of_rows * splits * 2 * shape.rows)
         self.counters = op.zeros(op.batch * blocks_of_rows)
         self.sizes = (
-            rows.count, columns.count, splits, tiles, rows.blocks, columns.blocks,
+            self.programs, rows.count, columns.count, splits, tiles, rows.blocks, columns.blocks,
             self.prepared.width // 64, self.prepared.batch_stride, *_strides(self.prepared),
         )  # fmt: skip
         self.constants = (*op.constants, shape.rows, shape.columns, shape.stages)
@@ -316,7 +336,8 @@ class Update:
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
             self.parts, self.counters, done, slopes, *self.sizes,
         )  # fmt: skip
-        launch(update, self.grid, args, (*self.constants, first), self.options, self.prepared.variant)
+        launch(update, self.programs * self.op.batch, args, (*self.constants, first), self.options,
+        self.prepared.variant)
 
 
 class Loop:
@@ -339,12 +360,13 @@ class Loop:
         rows, columns, epsilon = self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
         args = (
             a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.masses,
-            self.prepared.flags, rows.count, columns.count, rows.blocks, columns.blocks, a.stride(0), self.b.stride(0),
+            self.prepared.flags, rows.blocks + columns.blocks, rows.count, columns.count, rows.blocks, columns.blocks,
+            a.stride(0), self.b.stride(0),
             f.stride(0), epsilon.stride(0),
         )  # fmt: skip
         variant = tuple(tensor.data_ptr() % 16 for tensor in (a, self.b, f, epsilon))
-        grid = (rows.blocks + columns.blocks, self.op.batch)
-        launch(start, grid, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
+        programs = (rows.blocks + columns.blocks) * self.op.batch
+        launch(start, programs, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
 
     def report(self, inspect: Callable[[dict[str, float]], None]) -> Callable[[], None]:
         """Fetch what was seen of the values while the card goes on; the result hands it to ``inspect``.
@@ -393,7 +415,7 @@ class Loop:
             self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.count,
             columns.blocks, self.b.stride(0),
         )  # fmt: skip
-        launch(check, (self.op.batch, 1), args, (norm == "l2", 1024), (("num_warps", 4),), self.b.data_ptr() % 16)
+        launch(check, self.op.batch, args, (norm == "l2", 1024), (("num_warps", 4),), self.b.data_ptr() % 16)
 
     def _poll(self) -> Callable[[], bool] | None:
         """Ask whether all are done, to be answered later."""
@@ -415,23 +437,25 @@ class Loop:
         op, prepared = self.op, self.prepared
         rows, columns = prepared.rows, prepared.columns
         tiles_q, tiles_k = -(-rows.count // tile.rows), -(-columns.count // tile.columns)
-        sizes = [2 * tiles_k * rows.blocks * PAD, 2 * tiles_q * columns.blocks * PAD, 2 * tiles_k]
-        words = torch.zeros(op.batch * sum(sizes), dtype=torch.int64, device=op.device)
-        parts = words.split([op.batch * size for size in sizes])
+        row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
+        column_parts = op.new(op.batch, tiles_q, columns.blocks * PAD)
+        error_parts, counters = op.new(op.batch, tiles_k), op.zeros(op.batch)
         args = (
             rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b,
-            self.u, self.v[0], self.iterations, self.error, *parts, prepared.slopes, rows.count, columns.count, tiles_q,
-            tiles_k, max_iterations, check_every, tolerance, rows.blocks, columns.blocks, self.b.stride(0),
-            prepared.width // 64, prepared.batch_stride, *_strides(prepared),
+            self.u, self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, counters,
+            prepared.slopes, rows.count, columns.count, tiles_q, tiles_k, max_iterations, check_every, tolerance,
+            rows.blocks, columns.blocks, self.b.stride(0), prepared.width // 64, prepared.batch_stride,
+            *_strides(prepared),
         )  # fmt: skip
-        constants = (*op.constants, tile.rows, tile.columns, norm == "l2")
+        count = FEW_TILES if max(tiles_q, tiles_k) <= FEW_TILES else MOST_TILES
+        constants = (*op.constants, tile.rows, tile.columns, count, norm == "l2")
         options = [("num_warps", tile.warps), ("num_stages", 2)]
         if not INTERPRETED:
             options.append(("launch_cooperative_grid", True))
             if op.batch * tiles_q * tiles_k > processors(op.device) * tile.resident // 2:
                 options.append(("maxnreg", REGISTERS))
         variant = (prepared.variant, self.b.data_ptr() % 16)
-        launch(resident, (op.batch * tiles_q * tiles_k, 1), args, constants, tuple(options), variant)
+        launch(resident, op.batch * tiles_q * tiles_k, args, constants, tuple(options), variant)
         self.parity = False
 
     def finish(self, tolerance: float) -> tuple[Tensor, ...]:
@@ -445,18 +469,20 @@ class Loop:
         other = self.v[0].numel() if self.parity else 0
         args = (
             self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, self.error, f, g,
-            iterations, converged, rows.count, columns.count, rows.blocks, columns.blocks, other, epsilon.stride(0),
+            iterations, converged, rows.blocks + columns.blocks, rows.count, columns.count, rows.blocks,
+            columns.blocks, other, epsilon.stride(0),
             tolerance,
         )  # fmt: skip
-        grid = (rows.blocks + columns.blocks, op.batch)
-        variant = epsilon.data_ptr() % 16
-        launch(finish, grid, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
+        variant, programs = epsilon.data_ptr() % 16, (rows.blocks + columns.blocks) * op.batch
+        launch(finish, programs, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
         return f, g, iterations, self.error, converged
 
 
-def fitting_tile(op: Fused) -> Tile | None:
+def fitting_tile(op: Fused, max_iterations: int) -> Tile | None:
     """The tile with which every score of the batch lies in some register at the same time, or None."""
     along = -(-op.rows // TILE.rows), -(-op.columns // TILE.columns)
+    if 3 * math.prod(along) * max_iterations >= 1 << 31:
+        return None  # programs count their meetings in 32 bits
     if op.device.type != "cuda":
         return TILE if along == (1, 1) else None  # the interpreter runs one program after another: none may wait
     slots = processors(op.device) * TILE.resident
@@ -479,7 +505,7 @@ def values_seen(numbers: list[float], batch: int, matrix: bool) -> dict[str, flo
     flags, masses, epsilons = numbers[:4], numbers[4 : 4 + 2 * batch], numbers[4 + 2 * batch : 4 + 3 * batch]
     pairs = list(zip(masses[::2], masses[1::2], strict=True))
     nan = math.nan
-    seen = {"epsilon": min(epsilons)}
+    seen = {"epsilon": next((value for value in epsilons if not 0 < value < math.inf), epsilons[0])}
     if matrix:
         seen["M"] = numbers[-1]
     else:
@@ -506,16 +532,16 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
     scratch = torch.zeros(4 + batch, dtype=torch.int32, device=x.device)
     flags, extents = scratch[:4], scratch[4:].view(torch.float32)
     block = 64 if kind == DOT else 256
-    grid = ((rows.blocks + columns.blocks) * (PAD // block), batch)
+    programs = (rows.blocks + columns.blocks) * (PAD // block)
     chunk = min(64, width) if kind == DOT else 1 << (d - 1).bit_length()
     variant = (x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, epsilon.data_ptr() % 16)
     for again in range(2 if kind == DOT else 1):
         args = (
             x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm,
-            slopes, extents, flags, rows.count, columns.count, rows.blocks, columns.blocks, d, width, again,
+            slopes, extents, flags, programs, rows.count, columns.count, rows.blocks, columns.blocks, d, width, again,
             *x.stride(), *y.stride(), epsilon.stride(0),
         )  # fmt: skip
-        launch(kernel, grid, args, (kind, chunk, block), (("num_warps", 4),), variant)
+        launch(kernel, programs * batch, args, (kind, chunk, block), (("num_warps", 4),), variant)
     return Prepared(kind, width, rows, columns, slopes, flags, 0, kind)
 
 

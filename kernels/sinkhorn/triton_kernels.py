@@ -32,12 +32,14 @@ HUGE = tl.constexpr(2.0**90)
 TINY = tl.constexpr(2.0**-90)
 
 
-# Partial sums of so many programs are looked at together.
-TOGETHER = tl.constexpr(8)
-# An epoch that no loop reaches, for words that are not there.
-NEVER = tl.constexpr(1 << 62)
 # Prepared arrays are padded to this many rows, so that no load inside a loop needs a mask.
 PAD = tl.constexpr(512)
+
+
+@triton.jit
+def place(programs):
+    """Which problem a program works for, and its number there. One axis of the grid has room for every batch."""
+    return (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
 
 
 @triton.jit
@@ -58,7 +60,8 @@ def middle(x, y, n, m, dims, inside, stride_x, stride_y, stride_dx, stride_dy):
 @kernel
 def prepare(
     x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32, width: tl.int32, again: tl.int32,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32,
+    width: tl.int32, again: tl.int32,
     batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64,
     batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64, stride_epsilon: tl.int64,
     KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -70,9 +73,8 @@ def prepare(
     A second launch (``again``) repeats the work with smaller numbers where one would not have fitted into float16; the
     slope makes good for it.
     """
-    b = tl.program_id(1).to(tl.int64)
+    b, block = place(programs)
     per: tl.constexpr = PAD // BLOCK
-    block = tl.program_id(0)
     x += b * batch_x
     y += b * batch_y
     unit = tl.load(epsilon + b * stride_epsilon)
@@ -133,13 +135,13 @@ def prepare(
 @kernel
 def start(
     a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, masses, flags,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64,
+    batch_b: tl.int64,
     batch_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The loop's starting state: log₂ of the weights, row biases from f, empty column biases; masses and bad
     weights."""
-    b = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0)
+    b, block = place(programs)
     if block < blocks_q:
         rows = block * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
@@ -167,12 +169,12 @@ def start(
 @kernel
 def finish(
     u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64, stride_epsilon: tl.int64,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64,
+    stride_epsilon: tl.int64,
     tolerance: tl.float32, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations."""
-    b = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0)
+    b, block = place(programs)
     unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
     ran = tl.load(iterations + b)
     if block < blocks_q:
@@ -333,8 +335,10 @@ def score_tile(
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
 ):
     """S of a tile."""
+    # Little shared memory rather than speed: several such programs must fit on a multiprocessor.
+    LITTLE: tl.constexpr = 64 if CHUNK > 64 else CHUNK
     if KIND == DOT:
-        scores = dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK, PRODUCTS, 2) * slope
+        scores = dot_tile(q1, q2, k1, k2, rows, cols, width, LITTLE, PRODUCTS, 1) * slope
     elif KIND == FMA:
         scores = fma_tile(
             tl.zeros([rows.shape[0], cols.shape[0]], tl.float32),
@@ -395,20 +399,21 @@ def merge(top, total, other_top, other_total):
 @kernel
 def update(
     q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes,
-    n: tl.int32, m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    programs: tl.int32, n: tl.int32, m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32,
+    blocks_k: tl.int32,
     chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
 ):
     """One update of every row potential, the columns split over programs; the last program of a block of rows
     merges."""
-    b = tl.program_id(1).to(tl.int64)
+    b, program = place(programs)
     if tl.load(done + b) != 0:
         return
     pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
     width = coordinates(chunks, D)
-    block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    blocks = tl.num_programs(0) // splits
+    block, split = program // splits, program % splits
+    blocks = programs // splits
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
     stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
@@ -459,21 +464,23 @@ def update(
 
 @kernel
 def product(
-    q1, q2, k1, k2, bias, norm_q, norm_k, values, top_out, out, slopes,
-    n: tl.int32, m: tl.int32, width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_values: tl.int64,
+    q1, q2, k1, k2, bias, norm_q, norm_k, values, weights, top_out, total_out, out, slopes,
+    programs: tl.int32, n: tl.int32, m: tl.int32, width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    batch_values: tl.int64,
     chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
     POWER: tl.constexpr,
 ):
-    """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER V_j around each row's own maximum: (B, n, k) and top (B, n).
+    """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER w_j (V_j, 1) around each row's own maximum: (B, n, k), (B, n), and
+    top (B, n).
 
     As attention does it: one pass, the running sums rescaled whenever the maximum rises. C/ε comes in natural units,
     from the scores: |x'|²/2 + |y'|²/2 − x'·y' (DOT), or −S.
     """
-    b = tl.program_id(1).to(tl.int64)
-    slices = tl.cdiv(width_out, BLOCK_V)
-    block, part = tl.program_id(0) // slices, tl.program_id(0) % slices
+    b, program = place(programs)
+    slices = tl.maximum(tl.cdiv(width_out, BLOCK_V), 1)
+    block, part = program // slices, program % slices
     pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
     width = coordinates(chunks, D)
     q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
@@ -485,6 +492,8 @@ def product(
     values += b * batch_values
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weights += b * pad_k
     norms = tl.zeros([BLOCK_M], tl.float32)
     if KIND == DOT:
         if POWER > 0:
@@ -507,17 +516,19 @@ def product(
             e = e * cost
             if POWER > 1:
                 e = e * cost
-        there = (cols[:, None] < m) & (which[None, :] < width_out)
-        v = tl.load(values + cols[:, None].to(tl.int64) * width_out + which[None, :], mask=there, other=0.0)
-        acc = acc * tl.exp2(top - pivot)[:, None]
-        if BLOCK_V == 1:
-            acc += tl.sum(e * tl.reshape(v, [1, BLOCK_N]), 1)[:, None]
-        else:
-            acc += tl.dot(e, v, input_precision="tf32x3")
+        e = e * tl.load(weights + cols)[None, :]
+        fade = tl.exp2(top - pivot)
+        total = total * fade + tl.sum(e, 1)
+        if BLOCK_V > 1:
+            there = (cols[:, None] < m) & (which[None, :] < width_out)
+            v = tl.load(values + cols[:, None].to(tl.int64) * width_out + which[None, :], mask=there, other=0.0)
+            acc = acc * fade[:, None] + tl.dot(e, v, input_precision="tf32x3")
         top = higher
-    there = (rows[:, None] < n) & (which[None, :] < width_out)
-    tl.store(out + (b * n + rows[:, None]) * width_out + which[None, :], acc, mask=there)
+    if BLOCK_V > 1:
+        there = (rows[:, None] < n) & (which[None, :] < width_out)
+        tl.store(out + (b * n + rows[:, None]) * width_out + which[None, :], acc, mask=there)
     if part == 0:
+        tl.store(total_out + b * n + rows, total, mask=rows < n)
         tl.store(top_out + b * n + rows, tl.where(top == float("-inf"), 0.0, top), mask=rows < n)
 
 
@@ -559,57 +570,54 @@ def log_sum(t, AXIS: tl.constexpr):
 
 
 @triton.jit
-def exchange(own, parts, part, count, lanes, pad, epoch):
-    """Add up, in base-2 logarithms, what all ``count`` programs that share some rows (or columns) have found for them.
-
-    Value and epoch travel in one 64-bit word, so that a word that carries the epoch carries its value too: nobody
-    waits for a barrier. Two sets of words take turns. A program overwrites a set two epochs later, and by then it has
-    seen words of the epoch between from everybody, who wrote them after reading this one.
-    """
-    parts += (epoch % 2) * count * pad
-    word = (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
-    tl.store(parts + part * pad + lanes, word)
-    top = tl.full(own.shape, float("-inf"), tl.float32)
-    total = tl.zeros(own.shape, tl.float32)
-    for first in range(0, count, TOGETHER):
-        which = first + tl.arange(0, TOGETHER)
-        where = parts + which[:, None] * pad + lanes[None, :]
-        there = (which[:, None] < count) & (lanes[None, :] >= 0)
-        words = tl.load(where, mask=there, other=NEVER, volatile=True)
-        while tl.min(tl.min(words >> 32, 1), 0) < epoch:
-            words = tl.load(where, mask=there, other=NEVER, volatile=True)
-        found = tl.where(there, (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
-        higher = tl.maximum(top, tl.max(found, 0))
-        pivot = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(top - pivot) + tl.sum(tl.exp2(found - pivot[None, :]), 0)
-        top = higher
-    return top + tl.log2(total)
+def relative(found, potential):
+    """A sum relative to the previous potential; nothing stays nothing, where a potential is infinite."""
+    return tl.where(found == float("-inf"), found, found + potential)
 
 
 @triton.jit
-def collect(part, parts, tile_q, tile_k, count, epoch):
-    """The sum of what the programs along the first rows found, for every program of the problem. Words as in
-    exchange."""
-    parts += (epoch % 2) * count
-    if tile_q == 0:
-        word = (part.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
-        tl.store(parts + tile_k, word)
-    which = tl.arange(0, 32)
-    words = tl.load(parts + which, mask=which < count, other=NEVER, volatile=True)
-    while tl.min(words >> 32, 0) < epoch:
-        words = tl.load(parts + which, mask=which < count, other=NEVER, volatile=True)
-    found = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.sum(tl.where(which < count, found, 0.0), 0)
+def moved(potential, change):
+    """The potential after an update: infinite where no pair is allowed."""
+    return tl.where(change == float("-inf"), float("inf"), potential - change)
+
+
+@triton.jit
+def meet(counter, target):
+    """Wait until every program of a problem has come here; what they wrote before is visible after."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel") + 1
+    while arrived < target:
+        arrived = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.constexpr):
+    """Add up, in base-2 logarithms, what ``count`` programs with the same rows (or columns) have found for them.
+
+    Rows and columns take turns,
+    so that nobody overwrites what a slower program still reads: that one has yet to come to
+    the meeting in between.
+    """
+    tl.store(parts + part * pad + lanes, own)
+    meet(counter, target)
+    which = tl.arange(0, COUNT)
+    where = parts + which[:, None] * pad + lanes[None, :]
+    found = tl.load(where, mask=which[:, None] < count, other=float("-inf"), cache_modifier=".cg")
+    return log_sum(found, 0)
 
 
 @kernel
 def resident(
     q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts,
-    error_parts, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32,
+    error_parts, counters, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32,
+    max_iterations: tl.int32,
     check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
     chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SQUARED: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, SQUARED: tl.constexpr,
 ):
     """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to
     the last.
@@ -633,40 +641,45 @@ def resident(
     )
     a = tl.load(log_a + b * pad_q + rows)
     c = tl.load(log_b + b * pad_k + cols)
-    row_parts += b * 2 * tiles_k * pad_q
-    column_parts += b * 2 * tiles_q * pad_k
-    error_parts += b * 2 * tiles_k
-    epoch = tile * 0 + 1
-    looks = tile * 0
+    row_parts += b * tiles_k * pad_q
+    column_parts += b * tiles_q * pad_k
+    error_parts += b * tiles_k
+    counter = counters + b
+    met = group
     own = log_sum(scores + tl.load(row_bias + b * pad_q + rows)[:, None], 0)
-    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, epoch)
+    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
     u = tl.zeros([BLOCK_M], tl.float32)
-    found = tl.sum(u, 0)
-    iteration = tile * 0
-    going = tile * 0 + 1
+    found = 0.0
+    iteration = 0
+    going = 1
     while going == 1:
         iteration += 1
         bias = tl.where(c == float("-inf"), c, c + v)
-        change = log_sum(scores + bias[None, :], 1) + u
-        if tiles_k > 1:
-            change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, epoch)
-        u -= change
+        change = relative(log_sum(scores + bias[None, :], 1), u)
+        met += group
+        change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, counter, met, COUNT)
+        u = moved(u, change)
         bias_q = tl.where(a == float("-inf"), a, a + u)
-        epoch += 1
-        own = log_sum(scores + bias_q[:, None], 0) + v
-        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, epoch)
+        met += group
+        own = relative(log_sum(scores + bias_q[:, None], 0), v)
+        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
         if ((iteration - 1) % check_every == 0) | (iteration == max_iterations):
             mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
             violation = tl.where(mass > 0, mass * (tl.exp2(change) - 1.0), 0.0)
             part = tl.sum(violation * violation if SQUARED else tl.abs(violation), 0)
-            looks += 1
-            found = collect(part, error_parts, tile_q, tile_k, tiles_k, looks)
+            if tile_q == 0:
+                tl.store(error_parts + tile_k, part)
+            met += group
+            meet(counter, met)
+            found = 0.0
+            for k in range(tiles_k):
+                found += tl.load(error_parts + k, cache_modifier=".cg")
             if SQUARED:
                 found = tl.sqrt(found)
             if (found < tolerance) | (iteration == max_iterations):
                 going = 0
         if going == 1:
-            v -= change
+            v = moved(v, change)
     if tile_k == 0:
         tl.store(u_out + b * pad_q + rows, u, mask=rows < n)
     if tile_q == 0:

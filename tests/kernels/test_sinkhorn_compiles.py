@@ -150,10 +150,7 @@ def test_resident(monkeypatch, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL, ids=str)
-def test_resident_of_every_kind(request, monkeypatch, tmp_path, kind):
-    if kind in (128, 192):
-        reason = "fitting_tile promises four programs a multiprocessor, whose shared memory holds two"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_resident_of_every_kind(monkeypatch, tmp_path, kind):
     test_resident(monkeypatch, tmp_path, kind)
 
 

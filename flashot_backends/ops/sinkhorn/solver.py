@@ -32,6 +32,7 @@ class Request(NamedTuple):
     dtype: torch.dtype
     metric: str
     shape: tuple[int, int, int]
+    width: int = 0  # coordinates of a point
 
 
 class Control(NamedTuple):
@@ -59,7 +60,7 @@ def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, pre
 
     cost = Cost(x, y, None, metric) if y is not None else Cost(None, None, x)
     kind = "matrix" if y is None else "points"
-    request = Request("torch", x.device.type, kind, x.dtype, metric, cost.size)
+    request = Request("torch", x.device.type, kind, x.dtype, metric, cost.size, 0 if y is None else x.shape[-1])
     kernel = dispatch.select("sinkhorn", request, _names(backend))
     return kernel.operator(cost, epsilon, precision or settings().precision)
 
