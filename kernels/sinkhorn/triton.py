@@ -148,6 +148,10 @@ class Fused(Operator):
         """The operator of some problems of the batch."""
         return Fused(self.cost.select(index), self.exact_epsilon[index], self.precision)
 
+    def at(self, epsilon: Tensor) -> Fused:
+        """The same costs under another ε."""
+        return Fused(self.cost, epsilon, self.precision)
+
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε), one pass."""
         with on(self.device):
