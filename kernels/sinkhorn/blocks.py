@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .operator import FLOORS, Cost, Operator, Softmin, Sweep, Weighted, scaling
 
-# Elements of a strip: about a CPU's second-level cache, or enough to fill a card.
-STRIP_CPU = 1 << 18
+# Elements of a strip: small enough for a CPU's caches and large enough to share out, or enough to fill a card.
+STRIP_CPU = 1 << 19
 STRIP_DEVICE = 1 << 25
 # Sums outside of these ranges have lost digits, or all of them, to under- or overflow.
 SAFE = {torch.float64: (1e-200, 1e200), torch.float32: (1e-20, 1e20)}
@@ -56,7 +56,9 @@ class Strip(NamedTuple):
 
 
 class Blocks(Operator):
-    """The reductions, over strips of C/ε that a subclass computes."""
+    """The reductions, over strips of C/ε that a subclass computes. One thread at a time."""
+
+    _memory: Tensor | None = None
 
     def scaled(self, strip: Strip) -> Tensor:
         """C/ε on a strip, (b, r, m)."""
@@ -74,8 +76,17 @@ class Blocks(Operator):
         raise NotImplementedError
 
     def exponents(self, strip: Strip, terms: Terms) -> Tensor:
-        """(r_i + t_j − C_ij/ε) log₂ e on a strip, in a fresh buffer that the caller may overwrite."""
+        """(r_i + t_j − C_ij/ε) log₂ e on a strip. The caller may overwrite it, and so does the next strip."""
         raise NotImplementedError
+
+    def buffer(self, *shape: int) -> Tensor | None:
+        """Memory that all strips share: on a CPU, fresh memory costs a page fault every few kilobytes."""
+        if self.device.type != "cpu":
+            return None
+        count = math.prod(shape)
+        if self._memory is None or self._memory.numel() < count:
+            self._memory = torch.empty(count, dtype=self.dtype)
+        return self._memory[:count].view(shape)
 
     def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
         """Add the strip's share of Σ W ∂C to the gradients by the cost's tensors."""
@@ -251,7 +262,9 @@ class Matrix(Blocks):
         """(r_i + t_j − C_ij/ε) log₂ e with one read of M."""
         r, t = terms
         slope = (LOG2_E / self.epsilon[strip.batch])[:, None, None]
-        out = torch.addcmul(t[strip.batch], self._rows(strip), slope, value=-1)
+        rows = self._rows(strip)
+        out = self.buffer(*rows.shape) if rows.is_contiguous() else None
+        out = torch.addcmul(t[strip.batch], rows, slope, value=-1, out=out)
         return out if r is None else out.add_(r[strip])
 
     def _rows(self, strip: Strip) -> Tensor:
@@ -311,7 +324,8 @@ class Points(Blocks):
     def exponents(self, strip: Strip, terms: Terms) -> Tensor:
         """(r_i + t_j − C_ij/ε) log₂ e, one product of d + 2 terms."""
         left, right = terms
-        return torch.bmm(left[strip], right[strip.batch])  # type: ignore[index]
+        rows, columns = left[strip], right[strip.batch]  # type: ignore[index]
+        return torch.bmm(rows, columns, out=self.buffer(*rows.shape[:2], columns.shape[-1]))
 
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε), each strip around its own maximum."""
