@@ -183,9 +183,9 @@ def _read(way: Way, path: Path) -> Outcome:
     import numpy as np
 
     with np.load(path) as numbers:
-        images = (numbers[name] for name in ("source", "target", "source_moved", "target_moved"))
-        measured = (float(numbers[name]) for name in ("seconds", "memory", "error"))
-        return Outcome(way, *images, *measured, str(numbers["device"]))
+        source, target, *moved = (numbers[name] for name in ("source", "target", "source_moved", "target_moved"))
+        seconds, memory, error = (float(numbers[name]) for name in ("seconds", "memory", "error"))
+        return Outcome(way, source, target, moved[0], moved[1], seconds, memory, error, str(numbers["device"]))
 
 
 # Showing

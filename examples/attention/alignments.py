@@ -33,7 +33,7 @@ def batch(seed: int, size: int = 16) -> Batch:
 def _pair(rng):
     length = rng.integers(32, 41)
     reference = rng.integers(0, LETTERS, length)
-    labels = np.repeat(rng.integers(0, LABELS, length), rng.integers(2, 7, length))[:length]
+    labels: np.ndarray = np.repeat(rng.integers(0, LABELS, length), rng.integers(2, 7, length))[:length]
     source = _edit(rng, length)
     copied = source >= 0
     kept = copied & (rng.random(len(source)) < 0.85)

@@ -52,7 +52,8 @@ class Cost(NamedTuple):
 
     def select(self, index: Tensor) -> Cost:
         """The problems of the batch with these indices."""
-        return Cost(*(None if part is None else part[index] for part in self[:3]), self.metric)
+        x, y, matrix = (None if part is None else part[index] for part in (self.x, self.y, self.matrix))
+        return Cost(x, y, matrix, self.metric)
 
 
 class Sweep(NamedTuple):

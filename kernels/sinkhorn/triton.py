@@ -111,7 +111,7 @@ class Side(NamedTuple):
     first: Tensor  # hi, coordinates, or the matrix
     second: Tensor  # lo, or the same again
     half_norm: Tensor  # (B, padded): |x'|²/2, or anything where there is no such thing
-    count: int
+    length: int
     blocks: int  # of PAD rows
     stride: int  # of a row in a matrix
 
@@ -158,12 +158,12 @@ class Fused(Operator):
             update = Update(self)
             rows, columns = self.prepared.rows, self.prepared.columns
             bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
-            norm = columns.half_norm[:, : columns.count] if self.prepared.kind == DOT else 0.0
-            torch.sub(h * LOG2E, norm, out=bias[:, : columns.count])
+            norm = columns.half_norm[:, : columns.length] if self.prepared.kind == DOT else 0.0
+            torch.sub(h * LOG2E, norm, out=bias[:, : columns.length])
             u, rest = self.new(2, self.batch, rows.blocks * PAD)
             update(bias, u, u.zero_(), u, rest, rest, self.zeros(self.batch), True)
-            inner = u[:, : rows.count]
-            inner = inner + rows.half_norm[:, : rows.count] if self.prepared.kind == DOT else inner
+            inner = u[:, : rows.length]
+            inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
             return inner * (self.exact_epsilon * math.log(2)).float()[:, None]
 
     def iterate(
@@ -256,27 +256,27 @@ class Fused(Operator):
         rows, columns = prepared.rows, prepared.columns
         with on(self.device):
             bias, padded_weights = self.new(2, self.batch, columns.blocks * PAD).unbind()
-            norm = columns.half_norm[:, : columns.count] if prepared.kind == DOT else 0.0
-            torch.sub(t * LOG2E, norm, out=bias.fill_(-math.inf)[:, : columns.count])
+            norm = columns.half_norm[:, : columns.length] if prepared.kind == DOT else 0.0
+            torch.sub(t * LOG2E, norm, out=bias.fill_(-math.inf)[:, : columns.length])
             padded_weights.fill_(1.0)
             if weights is not None:
-                padded_weights[:, : columns.count] = weights
+                padded_weights[:, : columns.length] = weights
             width = 0 if values is None else values.shape[-1]
             given = bias if values is None else values.float().contiguous()
-            (top, total), out = self.new(2, self.batch, rows.count), self.new(self.batch, rows.count, width)
+            (top, total), out = self.new(2, self.batch, rows.length), self.new(self.batch, rows.length, width)
             across = 1 if width == 0 else min(WIDEST, max(16, 1 << (width - 1).bit_length()))
             shape = (64, 64) if prepared.kind == DOT and across > 1 else (32, 64)
-            programs = -(-rows.count // shape[0]) * max(1, -(-width // across))
+            programs = -(-rows.length // shape[0]) * max(1, -(-width // across))
             args = (
                 rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, given,
-                padded_weights, top, total, out, prepared.slopes, programs, rows.count, columns.count, width,
+                padded_weights, top, total, out, prepared.slopes, programs, rows.length, columns.length, width,
                 rows.blocks,
                 columns.blocks, given.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared),
             )  # fmt: skip
             variant = (prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
             launch(product, programs * self.batch, args, (*self.constants, *shape, across, 1, power), PRODUCT_OPTIONS,
             variant)
-            norm = rows.half_norm[:, : rows.count] if prepared.kind == DOT else 0.0
+            norm = rows.half_norm[:, : rows.length] if prepared.kind == DOT else 0.0
             scale = torch.exp2(s * LOG2E - norm + top) * self.epsilon[:, None] ** power
             return (out * scale[:, :, None] if width else None), total * scale
 
@@ -314,14 +314,14 @@ class Update:
         self.op, self.prepared = op, op.prepared
         rows, columns = self.prepared.rows, self.prepared.columns
         transposed = columns.stride != 1
-        shape = launch_shape(self.prepared.kind, self.prepared.width, op.batch * rows.count, op.device, transposed)
-        blocks_of_rows = -(-rows.count // shape.rows)
-        splits, tiles = splits_for(shape, blocks_of_rows * op.batch, columns.count, op.device)
+        shape = launch_shape(self.prepared.kind, self.prepared.width, op.batch * rows.length, op.device, transposed)
+        blocks_of_rows = -(-rows.length // shape.rows)
+        splits, tiles = splits_for(shape, blocks_of_rows * op.batch, columns.length, op.device)
         self.programs = blocks_of_rows * splits
         self.parts = op.new(op.batch * blocks_of_rows * splits * 2 * shape.rows)
         self.counters = op.zeros(op.batch * blocks_of_rows)
         self.sizes = (
-            self.programs, rows.count, columns.count, splits, tiles, rows.blocks, columns.blocks,
+            self.programs, rows.length, columns.length, splits, tiles, rows.blocks, columns.blocks,
             self.prepared.width // 64, self.prepared.batch_stride, *_strides(self.prepared),
         )  # fmt: skip
         self.constants = (*op.constants, shape.rows, shape.columns, shape.stages)
@@ -364,7 +364,7 @@ class Loop:
         rows, columns, epsilon = self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
         args = (
             a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.masses,
-            self.prepared.flags, rows.blocks + columns.blocks, rows.count, columns.count, rows.blocks, columns.blocks,
+            self.prepared.flags, rows.blocks + columns.blocks, rows.length, columns.length, rows.blocks, columns.blocks,
             a.stride(0), self.b.stride(0),
             f.stride(0), epsilon.stride(0),
         )  # fmt: skip
@@ -416,7 +416,7 @@ class Loop:
 
         columns = self.prepared.columns
         args = (
-            self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.count,
+            self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.length,
             columns.blocks, self.b.stride(0),
         )  # fmt: skip
         launch(check, self.op.batch, args, (norm == "l2", 1024), (("num_warps", 4),), self.b.data_ptr() % 16)
@@ -440,14 +440,14 @@ class Loop:
 
         op, prepared = self.op, self.prepared
         rows, columns = prepared.rows, prepared.columns
-        tiles_q, tiles_k = -(-rows.count // tile.rows), -(-columns.count // tile.columns)
+        tiles_q, tiles_k = -(-rows.length // tile.rows), -(-columns.length // tile.columns)
         row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
         column_parts = op.new(op.batch, tiles_q, columns.blocks * PAD)
         error_parts, counters = op.new(op.batch, tiles_k), op.zeros(op.batch)
         args = (
             rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b,
             self.u, self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, counters,
-            prepared.slopes, rows.count, columns.count, tiles_q, tiles_k, max_iterations, check_every, tolerance,
+            prepared.slopes, rows.length, columns.length, tiles_q, tiles_k, max_iterations, check_every, tolerance,
             rows.blocks, columns.blocks, self.b.stride(0), prepared.width // 64, prepared.batch_stride,
             *_strides(prepared),
         )  # fmt: skip
@@ -467,13 +467,13 @@ class Loop:
         from .triton_kernels import finish
 
         op, rows, columns, epsilon = self.op, self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
-        f, g = op.new(op.batch, rows.count), op.new(op.batch, columns.count)
+        f, g = op.new(op.batch, rows.length), op.new(op.batch, columns.length)
         iterations = torch.empty(op.batch, device=op.device, dtype=torch.int64)
         converged = torch.empty(op.batch, device=op.device, dtype=torch.bool)
         other = self.v[0].numel() if self.parity else 0
         args = (
             self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, self.error, f, g,
-            iterations, converged, rows.blocks + columns.blocks, rows.count, columns.count, rows.blocks,
+            iterations, converged, rows.blocks + columns.blocks, rows.length, columns.length, rows.blocks,
             columns.blocks, other, epsilon.stride(0),
             tolerance,
         )  # fmt: skip
@@ -542,7 +542,7 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
     for again in range(2 if kind == DOT else 1):
         args = (
             x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm,
-            slopes, extents, flags, programs, rows.count, columns.count, rows.blocks, columns.blocks, d, width, again,
+            slopes, extents, flags, programs, rows.length, columns.length, rows.blocks, columns.blocks, d, width, again,
             *x.stride(), *y.stride(), epsilon.stride(0),
         )  # fmt: skip
         launch(kernel, programs * batch, args, (kind, chunk, block), (("num_warps", 4),), variant)

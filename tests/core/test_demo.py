@@ -32,7 +32,7 @@ def test_the_demo_prints_a_table_and_draws_a_picture(python, needs_everything):
     assert Image.open(python.work / "drawn.png").size[0] > 1000
 
 
-@pytest.mark.parametrize("module, name", [("ot", "POT"), ("sklearn", "scikit-learn")])
+@pytest.mark.parametrize(("module", "name"), [("ot", "POT"), ("sklearn", "scikit-learn")])
 def test_what_is_missing_is_said_plainly(python, module, name):
     code = f"import sys; sys.modules[{module!r}] = None; {CLI}"
     done = python("-c", code, "demo", check=False)

@@ -87,9 +87,10 @@ def regularisation(given: Any, device: torch.device) -> Tensor:
     if isinstance(given, bool | str) or given is None:
         raise TypeError(f"epsilon is {given!r}; accepted is a positive number, or an array of one for each problem")
     if isinstance(given, numbers.Real):
-        if not 0 < given < math.inf:
+        number = float(given)
+        if not 0 < number < math.inf:
             raise ValueError(f"epsilon is {given}; accepted is a positive finite number")
-        return torch.full((), float(given), dtype=torch.float64, device=device)
+        return torch.full((), number, dtype=torch.float64, device=device)
     return to_torch(given, "epsilon").to(device=device, dtype=torch.float64)
 
 
