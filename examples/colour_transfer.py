@@ -44,10 +44,10 @@ def lazy(X, Y, reg, method, iterations):
     return log["lazy_plan"]
 
 
-def project(plan, X, Y, rows=200):
+def project(plan, X, Y, pairs=50_000_000 if DEVICE == "cuda" else 1_000_000):
     """Where each pixel of X and of Y goes, the mean of the colours it is sent to; and how wrong the marginals are."""
     X_moved, Y_moved, columns = torch.empty_like(X), torch.zeros_like(Y), torch.zeros_like(Y[:, :1])
-    error = 0.0
+    error, rows = 0.0, max(1, pairs // len(Y))
     for i in range(0, len(X), rows):
         block = plan[i : i + rows]
         mass = block.sum(1, keepdim=True)
@@ -78,8 +78,8 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--method", default="sinkhorn_log", help="what ot.sinkhorn takes (default: %(default)s)")
 parser.add_argument("--lazy", action="store_true", help="never hold a matrix of all pairs")
 parser.add_argument("--reduce", type=int, default=10, help="average blocks of this many pixels squared")
-parser.add_argument("--reg", type=float, default=0.03, help="of squared distances of colours in [0, 1]³")
-parser.add_argument("--iterations", type=int, default=100, help="a multiple of ten")
+parser.add_argument("--reg", type=float, default=0.04, help="of squared distances of colours in [0, 1]³")
+parser.add_argument("--iterations", type=int, default=60, help="a multiple of ten")
 parser.add_argument("--picture", default="colour_transfer.png", help="the picture to write (default: %(default)s)")
 parser.add_argument("--numbers", help="an .npz file for the images and the measurements")
 options = parser.parse_args()

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run one plain POT script three ways: colours of two photographs, exchanged by optimal transport.",
     )
     parser.add_argument("--out", type=Path, default=Path(PICTURE), help="the picture to write (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=100, help="a multiple of ten (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=60, help="a multiple of ten (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few hundred pixels, to see that everything works")
     return parser
 
