@@ -137,7 +137,9 @@ def _errors(n: int, d: int) -> dict[str, float]:
     return found
 
 
-def _case(case: str, n: int, d: int, systems: Systems, errors: dict[str, float] | None = None) -> list[dict[str, Any]]:
+def _case(
+    case: str, n: int, d: int, systems: Systems, errors: dict[str, float] | None = None, problems: int = 1
+) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, function in systems.items():
         row = {"case": case, "n": n, "d": d, "system": name, "error": (errors or {}).get(name)}
@@ -150,8 +152,8 @@ def _case(case: str, n: int, d: int, systems: Systems, errors: dict[str, float] 
         found.append(row)
     for name, matrix in (("floor", False), ("floor, matrix", True)):
         least = floor(n, d, matrix)
-        if least is not None and (not matrix or n <= LARGEST_MATRIX):
-            found.append({"case": case, "n": n, "d": d, "system": name, "iteration": least})
+        if least is not None and (not matrix or (n <= LARGEST_MATRIX and problems == 1)):
+            found.append({"case": case, "n": n, "d": d, "system": name, "iteration": least * problems})
     return found
 
 
@@ -162,7 +164,8 @@ def _each(times: dict[str, float]) -> dict[str, float]:
 def _batch(problems: int, n: int, d: int) -> list[dict[str, Any]]:
     X, Y, a, epsilon = clouds(n, d, (problems,))
     weights = a.expand(problems, n)
-    return _case("batch", n, d, {"ours": lambda: solve(PointCloud(X, Y), weights, weights, **_fixed(epsilon))})
+    ours = {"ours": lambda: solve(PointCloud(X, Y), weights, weights, **_fixed(epsilon))}
+    return _case("batch", n, d, ours, problems=problems)
 
 
 def _first(n: int, d: int) -> float:

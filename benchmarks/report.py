@@ -112,6 +112,7 @@ def _heading(results: Results) -> str:
     load = f", load average before {results['load']:.1f}" if results.get("load") is not None else ""
     made = f"`{results['command']}` on {results['device']}, {results['date']}{load}"
     made += ", seconds of processor time" if results.get("clock") == "cpu" else ""
+    made += f" ({results['note']})" if results.get("note") else ""
     return f"{made}; Python {results['python']}, {versions}.\n"
 
 

@@ -191,5 +191,6 @@ def potential_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaling(log_weight: Tensor, potential: Tensor, epsilon: Tensor) -> Tensor:
-    """log a + f/ε, and −inf where there is no mass whatever the potential says."""
-    return torch.where(log_weight == -torch.inf, log_weight, log_weight + potential / epsilon[:, None])
+    """log a + f/ε, and −inf without mass: its potential, +inf where it may go nowhere, has no derivative."""
+    massless = log_weight == -torch.inf
+    return torch.where(massless, log_weight, log_weight + torch.where(massless, 0.0, potential) / epsilon[:, None])

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels.sinkhorn.operator import scaling
+
 from . import torch_ops
 from .costs import DenseCost, PointCloud, floating
 from .problem import Problem, log_weights
-from .solver import State, scaling
+from .solver import State
 
 CONVENTIONS = ("kl", "entropy")
 

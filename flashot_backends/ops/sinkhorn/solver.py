@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels.sinkhorn.operator import Cost, scaling
+
 from ... import dispatch
 from ...config import settings
 from .problem import log_weights
@@ -56,8 +58,6 @@ class State(NamedTuple):
 
 def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, precision: str, backend: str) -> Any:
     """Have the kernel in charge prepare the costs."""
-    from flashot_backends.kernels.sinkhorn.operator import Cost
-
     cost = Cost(x, y, None, metric) if y is not None else Cost(None, None, x)
     kind = "matrix" if y is None else "points"
     request = Request("torch", x.device.type, kind, x.dtype, metric, cost.size, 0 if y is None else x.shape[-1])
@@ -113,12 +113,6 @@ def _with_massless(operator: Any, log_a: Tensor, log_b: Tensor, g: Tensor, f: Te
     if not bool(massless.any()):
         return g
     return torch.where(massless, _columns(operator, log_a, f), g)
-
-
-def scaling(log_weight: Tensor, potential: Tensor, epsilon: Tensor) -> Tensor:
-    """log a + f/ε, and −inf without mass: its potential, +inf where it may go nowhere, has no derivative."""
-    massless = log_weight == -torch.inf
-    return torch.where(massless, log_weight, log_weight + torch.where(massless, 0.0, potential) / epsilon[:, None])
 
 
 def _blank(operator: Any) -> State:
