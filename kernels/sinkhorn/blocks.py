@@ -42,7 +42,8 @@ def operator(cost: Cost, epsilon: Tensor, precision: str = "high") -> Blocks:
     """Prepare a batch of costs. Nothing is narrowed, whatever the precision."""
     if cost.matrix is not None:
         return Matrix(cost, epsilon)
-    return Points(cost, epsilon) if cost.metric == "sqeuclidean" else Distances(cost, epsilon)
+    kind = {"sqeuclidean": Points, "l1": Manhattan}.get(cost.metric, Distances)
+    return kind(cost, epsilon)
 
 
 Terms = tuple[Any, ...]
@@ -205,6 +206,26 @@ class Blocks(Operator):
                 out[strip] = plan @ values[strip.batch].to(self.dtype)
         return out
 
+    def moment(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
+        """(P∘C^power) V, strip by strip."""
+        out = self.zeros(self.batch, self.rows, values.shape[-1])
+        with exact_products(self.device):
+            for strip in self.strips():
+                scaled, moment = self._plan(strip, s, t)
+                for _ in range(power):
+                    moment = times_cost(moment, scaled)
+                out[strip] = moment @ values[strip.batch].to(self.dtype)
+        return out.mul_((self.epsilon**power)[:, None, None])
+
+    def largest(self, t: Tensor, count: int) -> Tensor:
+        """The columns with the largest t_j − C_ij/ε in each row, strip by strip."""
+        out = torch.empty(self.batch, self.rows, count, dtype=torch.int64, device=self.device)
+        terms = self.terms(None, t)
+        with exact_products(self.device):
+            for strip in self.strips():
+                out[strip] = largest(self.exponents(strip, terms), count)
+        return out
+
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C², strip by strip."""
         out = self.zeros(self.batch, self.rows)
@@ -362,34 +383,42 @@ class Points(Blocks):
         totals[1][strip.batch] += 2 * (y * weights.sum(-2)[:, :, None] - weights.transpose(-1, -2) @ x)
 
 
-class Distances(Blocks):
-    """Distances of points: direct differences of few coordinates, else products in float64, which cancel harmlessly."""
+class Apart(Blocks):
+    """Costs of points that are no product: ``between`` computes them, and the rest follows."""
 
     def __init__(self, cost: Cost, epsilon: Tensor, centred: tuple[Tensor, Tensor] | None = None):
         super().__init__(cost, epsilon)
-        direct = cost.first.shape[-1] <= DIRECT_DIMENSIONS
         self.x, self.y = centred or centre(cost)
-        if direct:
+        self.direct = self.is_direct(cost.first.shape[-1])
+        if self.direct:
             self.x, self.y = self.x.to(self.dtype), self.y.to(self.dtype)
-        self.floor, self.direct = FLOORS[cost.metric], direct
         self.coordinates = self.y.transpose(-1, -2).contiguous()
 
-    def at(self, epsilon: Tensor) -> Distances:
+    @staticmethod
+    def is_direct(dimension: int) -> bool:
+        """Whether costs come from differences of coordinates, which need no float64."""
+        raise NotImplementedError
+
+    def between(self, strip: Strip, coordinates: Tensor) -> Tensor:
+        """C on a strip for columns with these coordinates (B, d, m): fresh memory, in the potentials' dtype."""
+        raise NotImplementedError
+
+    def at(self, epsilon: Tensor) -> Apart:
         """The same points under another ε."""
-        return Distances(self.cost, epsilon, (self.x, self.y))
+        return type(self)(self.cost, epsilon, (self.x, self.y))
 
     @property
-    def T(self) -> Distances:  # noqa: N802
+    def T(self) -> Apart:  # noqa: N802
         """The operator that works along columns."""
-        return Distances(self.cost.T, self.exact_epsilon, (self.y, self.x))
+        return type(self)(self.cost.T, self.exact_epsilon, (self.y, self.x))
 
-    def select(self, index: Tensor) -> Distances:
+    def select(self, index: Tensor) -> Apart:
         """The operator of some problems of the batch."""
-        return Distances(self.cost.select(index), self.exact_epsilon[index], (self.x[index], self.y[index]))
+        return type(self)(self.cost.select(index), self.exact_epsilon[index], (self.x[index], self.y[index]))
 
     def costs(self, strip: Strip) -> Tensor:
-        """|x_i − y_j|, at least the floor."""
-        return self._lengths(strip, self.coordinates)
+        """C."""
+        return self.between(strip, self.coordinates)
 
     def scaled(self, strip: Strip) -> Tensor:
         """C/ε."""
@@ -403,10 +432,45 @@ class Distances(Blocks):
         """(r_i + t_j − C_ij/ε) log₂ e."""
         r, t, coordinates = terms
         slope = (-LOG2_E / self.epsilon[strip.batch])[:, None, None]
-        out = self._lengths(strip, coordinates).mul_(slope).add_(t[strip.batch])
+        out = self.between(strip, coordinates).mul_(slope).add_(t[strip.batch])
         return out if r is None else out.add_(r[strip])
 
-    def _lengths(self, strip: Strip, coordinates: Tensor) -> Tensor:
+
+class Manhattan(Apart):
+    """Sums of absolute differences of coordinates."""
+
+    @staticmethod
+    def is_direct(dimension: int) -> bool:
+        """Always."""
+        return True
+
+    def between(self, strip: Strip, coordinates: Tensor) -> Tensor:
+        """Σ_k |x_ik − y_jk|."""
+        return torch.cdist(self.x[strip], coordinates[strip.batch].transpose(-1, -2), p=1.0)
+
+    def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
+        """∂C/∂x_ik = sign(x_ik − y_jk), and the opposite for y."""
+        x, columns = self.x[strip], self.coordinates[strip.batch]
+        for k in range(x.shape[-1]):
+            signed = torch.sub(x[:, :, k, None], columns[:, None, k]).sign_().mul_(weights)
+            totals[0][strip][..., k] = signed.sum(-1)
+            totals[1][strip.batch][..., k] -= signed.sum(-2)
+
+
+class Distances(Apart):
+    """Distances of points: direct differences of few coordinates, else products in float64, which cancel harmlessly."""
+
+    def __init__(self, cost: Cost, epsilon: Tensor, centred: tuple[Tensor, Tensor] | None = None):
+        super().__init__(cost, epsilon, centred)
+        self.floor = FLOORS[cost.metric]
+
+    @staticmethod
+    def is_direct(dimension: int) -> bool:
+        """For few coordinates."""
+        return dimension <= DIRECT_DIMENSIONS
+
+    def between(self, strip: Strip, coordinates: Tensor) -> Tensor:
+        """|x_i − y_j|, at least the floor."""
         x, columns = self.x[strip], coordinates[strip.batch]
         if self.direct:
             squares = torch.zeros(*x.shape[:2], columns.shape[-1], dtype=self.dtype, device=self.device)
@@ -495,6 +559,13 @@ def around_maximum(exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = finite(exponents.amax(-1, keepdim=True))
     e = exp2(exponents.sub_(top))
     return e, top[..., 0], e.sum(-1)
+
+
+def largest(exponents: Tensor, count: int) -> Tensor:
+    """Indices of each row's largest exponents, largest first."""
+    if count == 1:
+        return exponents.argmax(-1, keepdim=True)
+    return exponents.topk(count, -1).indices
 
 
 def finite(values: Tensor) -> Tensor:

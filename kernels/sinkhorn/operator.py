@@ -21,7 +21,7 @@ class Cost(NamedTuple):
     """A batch of costs as tensors: points (B, n, d) and (B, m, d), or a matrix (B, n, m).
 
     Metrics of points: "sqeuclidean" |x − y|²; "euclidean" |x − y|, without gradient where points meet; "clamped"
-    max(|x − y|, 1e-4), without gradient below.
+    max(|x − y|, 1e-4), without gradient below; "l1" Σ_k |x_k − y_k|, without gradient where coordinates meet.
     """
 
     x: Tensor | None
@@ -171,6 +171,14 @@ class Operator:
 
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V: values (B, m, k) to (B, n, k)."""
+        raise NotImplementedError
+
+    def moment(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
+        """(P∘C^power) V: values (B, m, k) to (B, n, k); forbidden pairs count nothing."""
+        raise NotImplementedError
+
+    def largest(self, t: Tensor, count: int) -> Tensor:
+        """The columns with the largest t_j − C_ij/ε in each row, largest first: (B, m) to indices (B, n, count)."""
         raise NotImplementedError
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:

@@ -33,6 +33,8 @@ class Reference(Operator):
         if self.cost.matrix is not None:
             return self.cost.matrix.to(self.dtype)
         x, y = self.cost.x.to(self.dtype), self.cost.y.to(self.dtype)  # type: ignore[union-attr]
+        if self.cost.metric == "l1":
+            return (x[:, :, None] - y[:, None]).abs().sum(-1)
         squares = ((x[:, :, None] - y[:, None]) ** 2).sum(-1)
         return squares if self.cost.metric == "sqeuclidean" else squares.sqrt().clamp(min=FLOORS[self.cost.metric])
 
@@ -55,6 +57,17 @@ class Reference(Operator):
     def cost_product(self, values: Tensor) -> Tensor:
         """C V."""
         return self.matrix() @ values.to(self.dtype)
+
+    def moment(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
+        """(P∘C^power) V."""
+        moment = self.plan(s, t)
+        for _ in range(power):
+            moment = self._times_cost(moment)
+        return moment @ values.to(self.dtype)
+
+    def largest(self, t: Tensor, count: int) -> Tensor:
+        """The columns with the largest t_j − C_ij/ε in each row."""
+        return (t[:, None, :] - self.scaled()).topk(count, -1).indices
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C²."""
@@ -85,6 +98,8 @@ class Reference(Operator):
         difference = x[:, :, None] - y[:, None]
         if self.cost.metric == "sqeuclidean":
             pulled = 2 * weights[..., None] * difference
+        elif self.cost.metric == "l1":
+            pulled = weights[..., None] * difference.sign()
         else:
             length = (difference**2).sum(-1).sqrt()
             apart = length > FLOORS[self.cost.metric]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..arrays import framework
 from .costs import DenseCost, PointCloud
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ def solve(
     TypeError, ValueError
         An argument is of the wrong kind, shape, dtype, device or value; the message says which and what is accepted.
     """
+    if _holds_jax_arrays(cost):
+        from . import jax_ops
+
+        return jax_ops.solve(
+            cost, a, b, epsilon=epsilon, max_iterations=max_iterations, tolerance=tolerance, check_every=check_every,
+            acceleration=acceleration, init=init, precision=precision, backend=backend, norm=norm,
+        )  # fmt: skip
     from . import torch_ops
     from .control import backend_names, checked_control, starting_point
     from .problem import make_problem
@@ -92,14 +100,20 @@ def softmin(
 
     Differentiable by the cost's arrays, h and ε for torch inputs, streamed in both directions. Errors as in ``solve``.
     """
+    if _holds_jax_arrays(cost):
+        from . import jax_ops
+
+        return jax_ops.softmin(cost, h, epsilon, backend=backend)
     from . import torch_ops
     from .control import backend_names
     from .problem import make_softmin
 
-    x, y, flat_h, flat_epsilon, shaped = make_softmin(cost, h, epsilon)
-    metric = cost.metric if isinstance(cost, PointCloud) else "matrix"
-    out = torch_ops.softmin(x, y, flat_h, flat_epsilon, metric, precision or "", backend_names(backend))
-    return cost.restore(shaped(out))
+    *arguments, shaped = make_softmin(cost, h, epsilon)
+    return cost.restore(shaped(torch_ops.softmin(*arguments, precision or "", backend_names(backend))))
+
+
+def _holds_jax_arrays(cost: Any) -> bool:
+    return isinstance(cost, PointCloud | DenseCost) and framework(cost.tensors[0]) == "jax"
 
 
 def __getattr__(name: str) -> Any:

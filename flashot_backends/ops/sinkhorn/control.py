@@ -35,13 +35,14 @@ def checked_control(
 def starting_point(problem: Problem, init: tuple[Any, Any] | None) -> Tensor:
     """The row potentials to start from, (B, n)."""
     if init is None:
-        return torch.zeros_like(problem.a)
+        return torch.zeros_like(problem.a) if problem.offsets is None else -problem.offsets[0]
     if not isinstance(init, tuple | list) or len(init) != 2:
         raise TypeError(f"init is a {type(init).__name__}; accepted is a pair (f, g) of potentials")
     for name, given, weight in (("f", init[0], problem.a), ("g", init[1], problem.b)):
         _check_potential(name, given, weight)
     f = floating(init[0], "init's f").to(problem.a.dtype)
-    return problem.flat(f, (problem.a.shape[-1],), "init's f").clone()
+    flat = problem.flat(f, (problem.a.shape[-1],), "init's f")
+    return flat.clone() if problem.offsets is None else flat - problem.offsets[0]
 
 
 def _check_potential(name: str, given: Any, weight: Tensor) -> None:

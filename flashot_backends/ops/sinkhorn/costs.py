@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arrays import restorer, to_torch
+from ..arrays import framework, restorer, to_torch
 
-METRICS = ("sqeuclidean",)
+METRICS = ("sqeuclidean", "euclidean", "l1", "cosine", "inner")
+ALIASES = {"cityblock": "l1"}
+LABELLED = ("sqeuclidean", "cosine", "inner")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -20,26 +22,44 @@ class PointCloud:
     ----------
     x, y : arrays of shape (..., n, d) and (..., m, d)
         Points, float16, bfloat16, float32 or float64, both of one dtype on one device. Leading axes are the batch and
-        broadcast against each other.
-    metric : "sqeuclidean"
-        C_ij = |x_i − y_j|², in the square of the points' unit.
+        broadcast against each other. Lists of such arrays (n, d) and (m, d), or jagged nested tensors, are one problem
+        an entry.
+    metric : "sqeuclidean", "euclidean", "l1" (or "cityblock"), "cosine", "inner"
+        C_ij = |x_i − y_j|², |x_i − y_j| (without gradient where points meet), Σ_k |x_ik − y_jk|, 1 − cos(x_i, y_j) (no
+        point may be at the origin), or −⟨x_i, y_j⟩: the negative inner product, so that near directions are cheap.
+    feature_weights : array (..., d), optional
+        Weights w_k ≥ 0 of the coordinates: w_k (x_ik − y_jk)², w_k |x_ik − y_jk|, and w_k x_ik y_jk in products.
+    labels : pair of integer arrays (..., n) and (..., m), optional
+        Classes of the points. With ``table`` (..., K, L), costs between the classes, ``label_weight`` · table[l_i, k_j]
+        is added to the cost, as in Alvarez-Melis and Fusi, "Geometric dataset distances via optimal transport",
+        NeurIPS 2020, eq. 7. For "sqeuclidean", "cosine" and "inner"; differentiable by the table too.
 
     Raises
     ------
     TypeError
-        An argument is no array of floating point numbers, or the dtypes or frameworks differ.
+        An argument is no array of floating point numbers (labels: of integers), or the dtypes or frameworks differ.
     ValueError
-        Shapes do not match, devices differ, or the metric is unknown.
+        Shapes do not match, devices differ, the metric is unknown, a weight is negative, a label is no row or column of
+        the table, or the table holds infinite numbers.
     """
 
     x: Any
     y: Any
     metric: str = "sqeuclidean"
+    feature_weights: Any = None
+    labels: Any = None
+    table: Any = None
+    label_weight: float = 1.0
     restore: Callable[[Any], Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
+        metric = ALIASES.get(self.metric, self.metric)
+        if metric not in METRICS:
             raise ValueError(f"metric is {self.metric!r}; accepted is one of {METRICS}")
+        object.__setattr__(self, "metric", metric)
+        if framework(self.x) == "jax":
+            _of_jax_arrays(self)
+            return
         object.__setattr__(self, "restore", restorer(self.x))
         x, y = floating(self.x, "x"), floating(self.y, "y")
         object.__setattr__(self, "x", x)
@@ -50,11 +70,25 @@ class PointCloud:
                 f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; accepted are (..., n, d) and (..., m, d)"
             )
         broadcast_batch(x.shape[:-2], y.shape[:-2], "x", "y")
+        if self.feature_weights is not None or self.labels is not None or self.table is not None:
+            from .extras import check_extras
+
+            check_extras(self)
 
     @property
     def batch(self) -> tuple[int, ...]:
         """The leading axes, broadcast."""
-        return broadcast_batch(self.x.shape[:-2], self.y.shape[:-2], "x", "y")
+        batch = broadcast_batch(self.x.shape[:-2], self.y.shape[:-2], "x", "y")
+        for name, part, tail in self._extras():
+            batch = broadcast_batch(batch, part.shape[: part.ndim - tail], "x", name)
+        return batch
+
+    def _extras(self) -> list[tuple[str, Any, int]]:
+        """Name, tensor and own axes of what else holds the cost."""
+        found = [] if self.feature_weights is None else [("feature_weights", self.feature_weights, 1)]
+        if self.labels is not None:
+            found += [("labels", self.labels[0], 1), ("labels", self.labels[1], 1), ("table", self.table, 2)]
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,12 +97,17 @@ class PointCloud:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors that hold the cost, with their own shapes."""
+        """The points."""
         return (self.x, self.y)
 
     def dense(self) -> Any:
         """Return the cost as a matrix (..., n, m), from direct differences, differentiable."""
-        return ((self.x.unsqueeze(-2) - self.y.unsqueeze(-3)) ** 2).sum(-1)
+        if framework(self.x) == "jax":
+            from .jax_costs import dense
+        else:
+            from .extras import dense
+
+        return dense(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +131,9 @@ class DenseCost:
     restore: Callable[[Any], Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if framework(self.M) == "jax":
+            _of_jax_arrays(self)
+            return
         object.__setattr__(self, "restore", restorer(self.M))
         object.__setattr__(self, "M", floating(self.M, "M"))
         if self.M.ndim < 2:
@@ -115,6 +157,12 @@ class DenseCost:
     def dense(self) -> Any:
         """Return the matrix itself."""
         return self.M
+
+
+def _of_jax_arrays(cost: Any) -> None:
+    from .jax_costs import settle
+
+    settle(cost)
 
 
 def floating(array: Any, name: str) -> Any:

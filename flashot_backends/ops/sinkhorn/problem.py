@@ -12,13 +12,18 @@ from torch import Tensor
 
 from ..arrays import to_torch
 from .costs import DenseCost, PointCloud, broadcast_batch, floating
+from .metrics import kernel_form
 
 # Relative difference of two masses that rounding can explain.
 MASS_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 
 
 class Problem(NamedTuple):
-    """A batch of problems. Tensors are flat: (B, n, d), (B, m, d) or (B, n, m); weights (B, n) and (B, m); ε (B,)."""
+    """A batch of problems. Tensors are flat: (B, n, d), (B, m, d) or (B, n, m); weights (B, n) and (B, m); ε (B,).
+
+    ``offsets`` are terms of the cost that depend on its row (B, n) and on its column (B, m) alone; kernels do not see
+    them, and the potentials inside are those of the cost without them.
+    """
 
     x: Tensor
     y: Tensor | None
@@ -28,6 +33,7 @@ class Problem(NamedTuple):
     batch: tuple[int, ...]
     metric: str
     restore: Callable[[Any], Any]
+    offsets: tuple[Tensor, Tensor] | None = None
 
     def shaped(self, flat: Tensor) -> Tensor:
         """Give a result its batch axes back."""
@@ -53,17 +59,13 @@ def make_problem(cost: Any, a: Any, b: Any, epsilon: Any) -> Problem:
     batch = cost.batch
     for name, shape in (("a", a_.shape[:-1]), ("b", b_.shape[:-1]), ("epsilon", epsilon_.shape)):
         batch = broadcast_batch(batch, tuple(shape), "cost", name)
-    tensors = [flatten(part, batch, tuple(part.shape[-2:])) for part in cost.tensors]
-    return Problem(
-        tensors[0],
-        tensors[1] if len(tensors) > 1 else None,
-        flatten(a_, batch, (n,)),
-        flatten(b_, batch, (m,)),
-        flatten(epsilon_, batch, ()),
-        batch,
-        cost.metric if isinstance(cost, PointCloud) else "matrix",
-        cost.restore,
-    )
+    form = kernel_form(cost)
+    x, *y = (flatten(part, batch, tuple(part.shape[-2:])) for part in form.tensors)
+    offsets = None
+    if form.alpha is not None and form.beta is not None:
+        offsets = flatten(form.alpha.to(a_.dtype), batch, (n,)), flatten(form.beta.to(a_.dtype), batch, (m,))
+    flat = flatten(a_, batch, (n,)), flatten(b_, batch, (m,)), flatten(epsilon_, batch, ())
+    return Problem(x, y[0] if y else None, *flat, batch, form.metric, cost.restore, offsets)
 
 
 def weights(given: Any, name: str, count: int, cost: Any) -> Tensor:
@@ -151,7 +153,10 @@ def judge(name: str, value: float, mass_tolerance: float) -> None:
     if name == "M" and (math.isnan(value) or value == -math.inf):
         raise ValueError(f"M holds {value}; accepted are finite costs, and +inf for a forbidden pair")
     if name in ("x", "y") and not math.isfinite(value):
-        raise ValueError(f"{name} holds NaN or infinite coordinates; accepted are finite ones")
+        raise ValueError(
+            f"{name} holds NaN or infinite coordinates; accepted are finite ones, and for the metric 'cosine' no point "
+            "at the origin"
+        )
     if name in ("a", "b") and not (0 <= value < math.inf):
         raise ValueError(f"{name} holds {value}; accepted are finite weights that are not negative")
     if name.startswith("mass of") and not (0 < value < math.inf):
@@ -160,20 +165,43 @@ def judge(name: str, value: float, mass_tolerance: float) -> None:
         raise ValueError(f"the masses of a and b differ by {value:.3g} of the mass; accepted are equal masses")
 
 
-def make_softmin(
-    cost: Any, h: Any, epsilon: Any
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Check the arguments of ``softmin`` and flatten them: x, y (or None), h, ε, and how to shape the result."""
+class SoftminProblem(NamedTuple):
+    """The flat arguments of a softmin, and how to shape its result."""
+
+    x: Tensor
+    y: Tensor | None
+    h: Tensor
+    epsilon: Tensor
+    metric: str
+    shaped: Callable[[Tensor], Tensor]
+
+
+def make_softmin(cost: Any, h: Any, epsilon: Any) -> SoftminProblem:
+    """Check the arguments of ``softmin`` and flatten them."""
     problem = make_problem(cost, None, None, epsilon)
-    m = cost.shape[-1]
-    h_ = floating(h, "h")
-    if h_.shape[-1:] != (m,):
-        raise ValueError(f"h has shape {tuple(h_.shape)}; accepted is (..., {m}) for a cost {cost.shape}")
-    if h_.device != problem.x.device:
-        raise ValueError(f"h is on {h_.device} and the cost on {problem.x.device}; accepted is one device for all")
+    h_ = column_vector(cost, h, "h").to(problem.a.dtype)
+    n, m = cost.shape[-2:]
     batch = broadcast_batch(problem.batch, tuple(h_.shape[:-1]), "cost", "h")
-    parts = [flatten(part, batch, tuple(part.shape[-2:])) for part in cost.tensors]
-    x, y = (parts[0], None) if len(parts) == 1 else parts
-    flat_epsilon = flatten(problem.shaped(problem.epsilon), batch, ())
-    shaped = lambda out: out.reshape(*batch, out.shape[-1])  # noqa: E731
-    return x, y, flatten(h_.to(problem.a.dtype), batch, (m,)), flat_epsilon, shaped
+    parts = [problem.x] if problem.y is None else [problem.x, problem.y]
+    x, *y = (flatten(problem.shaped(part), batch, tuple(part.shape[1:])) for part in parts)
+    flat_h, flat_epsilon = flatten(h_, batch, (m,)), flatten(problem.shaped(problem.epsilon), batch, ())
+    alpha: Any = 0.0
+    if problem.offsets is not None:
+        alpha, beta = (problem.shaped(part) for part in problem.offsets)
+        alpha = flatten(alpha, batch, (n,))
+        flat_h = flat_h - flatten(beta, batch, (m,)) / flat_epsilon.to(h_.dtype)[:, None]
+
+    def shaped(out: Tensor) -> Tensor:
+        return (out + alpha).reshape(*batch, n) if problem.offsets is not None else out.reshape(*batch, n)
+
+    return SoftminProblem(x, y[0] if y else None, flat_h, flat_epsilon, problem.metric, shaped)
+
+
+def column_vector(cost: Any, given: Any, name: str) -> Tensor:
+    """A number for every column, (..., m), on the device of the cost."""
+    vector, m, device = floating(given, name), cost.shape[-1], cost.tensors[0].device
+    if vector.shape[-1:] != (m,):
+        raise ValueError(f"{name} has shape {tuple(vector.shape)}; accepted is (..., {m}) for a cost {cost.shape}")
+    if vector.device != device:
+        raise ValueError(f"{name} is on {vector.device} and the cost on {device}; accepted is one device for all")
+    return vector

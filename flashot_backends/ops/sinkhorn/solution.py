@@ -11,6 +11,7 @@ from flashot_backends.kernels.sinkhorn.operator import scaling
 
 from . import torch_ops
 from .costs import DenseCost, PointCloud, floating
+from .metrics import pairwise
 from .problem import Problem, log_weights
 from .solver import State
 
@@ -39,7 +40,7 @@ class Solution:
     def __init__(self, cost: PointCloud | DenseCost, problem: Problem, state: State, how: tuple[str, str, str]):
         self._cost, self._problem, self._state, self._how = cost, problem, state, how
         restore, shaped = problem.restore, problem.shaped
-        self.f, self.g = restore(shaped(state.f)), restore(shaped(state.g))
+        self.f, self.g = (restore(shaped(potential)) for potential in self._potentials())
         self.iterations, self.error = restore(shaped(state.iterations)), restore(shaped(state.error))
         self.converged = restore(shaped(state.converged))
 
@@ -72,6 +73,8 @@ class Solution:
         s, t = self._scalings()
         problem = self._problem
         found = torch_ops.linear_cost(problem.x, problem.y, s, t, problem.epsilon, *self._how)
+        if problem.offsets is not None:
+            found = found + sum(dot(*pair) for pair in zip(self._marginals(), problem.offsets, strict=True))
         return problem.restore(problem.shaped(found))
 
     def value(self, convention: str = "kl") -> Any:
@@ -87,16 +90,23 @@ class Solution:
         problem, epsilon = self._problem, self._problem.epsilon.to(self._state.f.dtype)
         rows, columns = self._marginals()
         if convention == "kl":
-            dual = dot(rows, self._state.f) + dot(columns, self._state.g)
+            dual = sum(dot(*pair) for pair in zip((rows, columns), self._potentials(), strict=True))
             total = dual + epsilon * (problem.a.sum(-1) * problem.b.sum(-1) - rows.sum(-1))
         else:
             s, t = self._scalings()
             total = epsilon * (dot(rows, s) + dot(columns, t) - rows.sum(-1))
+            if problem.offsets is not None:
+                total = total + dot(rows, problem.offsets[0]) + dot(columns, problem.offsets[1])
         return problem.restore(problem.shaped(total))
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self._cost.shape))
         return f"Solution({shape}, iterations={self.iterations}, error={self.error}, converged={self.converged})"
+
+    def _potentials(self) -> tuple[Tensor, Tensor]:
+        """f and g of the whole cost, flat."""
+        state, offsets = self._state, self._problem.offsets
+        return (state.f, state.g) if offsets is None else (state.f + offsets[0], state.g + offsets[1])
 
     def _scalings(self) -> tuple[Tensor, Tensor]:
         """log a + f/ε and log b + g/ε, flat."""
@@ -128,13 +138,11 @@ class Solution:
         return problem.restore(out[..., 0] if vector else out)
 
     def _matrix(self) -> Tensor:
-        """The cost as a matrix (B, n, m), without the (n, m, d) array of differences."""
+        """The kernels' cost as a matrix (B, n, m)."""
         problem = self._problem
         if problem.y is None:
             return problem.x.to(self._state.f.dtype)
-        x, y = problem.x.to(self._state.f.dtype), problem.y.to(self._state.f.dtype)
-        terms = ((x[:, :, None, k] - y[:, None, :, k]) ** 2 for k in range(x.shape[-1]))
-        return sum(terms, start=x.new_zeros(x.shape[0], x.shape[1], y.shape[1]))
+        return pairwise(problem.x.to(self._state.f.dtype), problem.y.to(self._state.f.dtype), problem.metric)
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:
