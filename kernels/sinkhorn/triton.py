@@ -45,6 +45,7 @@ class Tile(NamedTuple):
 TILE = Tile(64, 128, 4, 4)
 REGISTERS = 128  # a thread may use where as many programs as promised above must be resident
 FEW_TILES, MOST_TILES = 8, 32  # along one side of a problem
+HIGHEST_POWER = 2  # of the cost that the kernel of products knows
 WIDEST = 64  # columns of a product that one program takes
 MOST_PRODUCTS = 4  # with the plan, before torch's blocks do as well
 PER_PROBLEM = (torch.int64, torch.float32, torch.bool)  # iterations, error, converged
@@ -124,7 +125,7 @@ class Prepared(NamedTuple):
     rows: Side
     columns: Side
     slopes: Tensor
-    flags: Tensor  # int32: bad coordinates of x, of y
+    flags: Tensor | None  # int32: bad coordinates of x, of y
     batch_stride: int
     variant: Any
 
@@ -176,14 +177,15 @@ class Fused(Operator):
         with on(self.device):
             loop = Loop(self, a, b, f)
             tile = fitting_tile(self, max_iterations)
-            report = loop.report(inspect)
-            if tile is not None:
-                loop.resident(tile, max_iterations, tolerance, check_every, norm)
-                result = loop.finish(tolerance)
-                report()
-                return result
-            loop.alternate(max_iterations, tolerance, check_every, norm, report)
-            return loop.finish(tolerance)
+            if tile is None:
+                loop.alternate(max_iterations, tolerance, check_every, norm, inspect)
+                return loop.finish(tolerance)
+            matrix = self.prepared.kind == MATRIX
+            report = loop.report(inspect, self.prepared.rows.first.amin() if matrix else None)
+            loop.resident(tile, max_iterations, tolerance, check_every, norm)
+            result = loop.finish(tolerance)
+            report()
+            return result
 
     def new(self, *shape: int) -> Tensor:
         """An uninitialised float32 tensor."""
@@ -211,6 +213,18 @@ class Fused(Operator):
         products = self._product(s, t, values)[0]
         assert products is not None
         return products
+
+    def moment(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
+        """(P∘C^power) V."""
+        if power > HIGHEST_POWER:
+            return self.streamed.moment(s, t, values, power)
+        products = self._product(s, t, values, None, power)[0]
+        assert products is not None
+        return products
+
+    def largest(self, t: Tensor, count: int) -> Tensor:
+        """The columns with the largest t_j − C_ij/ε in each row, streamed by torch."""
+        return self.streamed.largest(t, count)
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C²."""
@@ -344,6 +358,59 @@ class Update:
         self.prepared.variant)
 
 
+class Strips:
+    """Both updates of an iteration from one exponential a pair, where whole rows fit into a program's registers."""
+
+    LONGEST, THREADS, EACH = 16384, 512, 20  # columns at most, threads of a multiprocessor, columns a thread holds well
+
+    def __init__(self, op: Fused):
+        self.op, prepared = op, op.prepared
+        rows, columns = prepared.rows, prepared.columns
+        length = columns.length
+        self.first = max(512, 1 << (length.bit_length() - 1))
+        self.second = max(512, 1 << (max(1, length - self.first) - 1).bit_length())
+        self.rows = 1 if prepared.kind == MATRIX else 2
+        self.warps = next(w for w in (4, 8, 16) if w == 16 or self.first + self.second <= w * 32 * self.EACH)
+        strips = -(-rows.length // self.rows)
+        self.programs = max(1, min(strips, processors(op.device) * (self.THREADS // 32 // self.warps) // op.batch))
+        self.parts = op.new(op.batch * self.programs * columns.blocks * PAD)
+        numbers = (prepared.batch_stride, rows.stride, length)
+        self.align = 8 if prepared.kind == MATRIX and not any(number % 8 for number in numbers) else 1
+        self.batch_stride, self.stride, self.length = (number // self.align for number in numbers)
+
+    @classmethod
+    def fit(cls, op: Fused) -> bool:
+        """Whether a row fits into one program, and there are rows enough for all."""
+        prepared = op.prepared
+        if prepared.kind == DOT or (prepared.kind == MATRIX and _alignment(prepared)[0] != 2):
+            return False
+        return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= 16 * processors(op.device)
+
+    def __call__(self, loop: Loop, before: Tensor, after: Tensor, every_column: bool) -> None:
+        """Update rows, then columns; those without mass only where ``every_column`` says so."""
+        from .triton_kernels import gather, strip
+
+        op, prepared = self.op, self.op.prepared
+        rows, columns = prepared.rows, prepared.columns
+        args: tuple[Any, ...] = (
+            rows.first, columns.first, loop.column_bias, loop.u, loop.log_a, loop.u, loop.row_bias, self.parts,
+            loop.done, prepared.slopes, self.programs, rows.length, self.length, rows.blocks, columns.blocks,
+            self.batch_stride, self.stride,
+        )  # fmt: skip
+        limit = () if INTERPRETED else (("maxnreg", REGISTERS),)
+        options = (("num_warps", self.warps), ("num_stages", 1), *limit)
+        constants = (*op.constants[:2], self.align)
+        shape = (self.rows, self.first, self.second)
+        launch(strip, self.programs * op.batch, args, (*constants, *shape), options, prepared.variant)
+        blocks_of_columns = -(-columns.length // 32)
+        args = (
+            rows.first, columns.first, self.parts, loop.row_bias, before, loop.log_b, after, loop.column_bias,
+            loop.ratio, loop.done, prepared.slopes, blocks_of_columns, columns.length, rows.length, self.programs,
+            columns.blocks, rows.blocks, int(every_column), self.batch_stride, self.stride,
+        )  # fmt: skip
+        launch(gather, blocks_of_columns * op.batch, args, (*constants, 32, 64), PRODUCT_OPTIONS, prepared.variant)
+
+
 class Loop:
     """One loop's state on the card: base-2 potentials, biases, partial sums and flags."""
 
@@ -353,8 +420,7 @@ class Loop:
         rows, columns, batch = self.prepared.rows, self.prepared.columns, op.batch
         self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * PAD).unbind()
         self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD).unbind()
-        self.done, self.iterations = op.zeros(2, batch).unbind()
-        self.masses = torch.zeros(batch, 2, device=op.device, dtype=torch.float64)
+        self.seen, self.done, self.iterations, self.counters = _zeros(op.device, batch)
         self.error = op.new(batch)
         self._start(a if a.stride(-1) == 1 else a.contiguous(), f if f.stride(-1) == 1 else f.contiguous())
 
@@ -363,48 +429,56 @@ class Loop:
 
         rows, columns, epsilon = self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
         args = (
-            a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.masses,
-            self.prepared.flags, rows.blocks + columns.blocks, rows.length, columns.length, rows.blocks, columns.blocks,
-            a.stride(0), self.b.stride(0),
+            a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.seen,
+            self.done if self.prepared.kind == MATRIX else self.prepared.flags, rows.blocks + columns.blocks,
+            self.op.batch, rows.length, columns.length, rows.blocks, columns.blocks, a.stride(0), self.b.stride(0),
             f.stride(0), epsilon.stride(0),
         )  # fmt: skip
         variant = tuple(tensor.data_ptr() % 16 for tensor in (a, self.b, f, epsilon))
         programs = (rows.blocks + columns.blocks) * self.op.batch
         launch(start, programs, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
 
-    def report(self, inspect: Callable[[dict[str, float]], None]) -> Callable[[], None]:
+    def report(self, inspect: Callable[[dict[str, float]], None], lowest: Tensor | None) -> Callable[[], None]:
         """Fetch what was seen of the values while the card goes on; the result hands it to ``inspect``.
 
-        While a CUDA graph is captured nothing can be fetched, and nothing is inspected.
+        ``lowest`` is NaN or −inf where a matrix holds such costs. While a CUDA graph is captured nothing can be
+        fetched, and nothing is inspected.
         """
-        prepared, batch = self.prepared, self.op.batch
+        batch, matrix = self.op.batch, lowest is not None
         if self.op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return lambda: None
-        found = [prepared.flags.double(), self.masses.reshape(-1), self.op.exact_epsilon.reshape(-1)]
-        if prepared.kind == MATRIX:
-            found.append(prepared.rows.first.amin().double().reshape(1))
-        host, ready = to_host(torch.cat(found))
+        seen = self.seen if lowest is None else torch.cat((self.seen, lowest.double().reshape(1)))
+        host, ready = to_host(seen)
 
         def read() -> None:
             if ready is not None:
                 ready.synchronize()
-            inspect(values_seen(host.tolist(), batch, prepared.kind == MATRIX))
+            inspect(values_seen(host.tolist(), batch, matrix))
 
         return read
 
     def alternate(
-        self, max_iterations: int, tolerance: float, check_every: int, norm: str, report: Callable[[], None]
+        self, max_iterations: int, tolerance: float, check_every: int, norm: str,
+        inspect: Callable[[dict[str, float]], None],
     ) -> None:
         """Two launches an iteration, until all problems are done; the host looks one check behind the card."""
         rows, columns, polled = Update(self.op), Update(self.op.T), None
         columns(self.row_bias, self.v[1], self.log_b, self.v[1], self.column_bias, self.ratio, self.done, True)
+        # The first potentials have met every cost: NaN and −inf show in them, without another pass over a matrix.
+        lowest = self.v[1][:, : self.prepared.columns.length].amin() if self.prepared.kind == MATRIX else None
+        report = self.report(inspect, lowest)
+        strips = Strips(self.op) if Strips.fit(self.op) else None
+        looks = lambda k: (k - 1) % check_every == 0 or k == max_iterations  # noqa: E731
         for k in range(1, max_iterations + 1):
-            rows(self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, self.done, k == 1)
             before, after = self.v[k % 2], self.v[(k + 1) % 2]
-            columns(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.done, False)
+            if strips is not None and k > 1:
+                strips(self, before, after, looks(k + 1))
+            else:
+                rows(self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, self.done, k == 1)
+                columns(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.done, False)
             if k == 1:
                 report()
-            if (k - 1) % check_every == 0 or k == max_iterations:
+            if looks(k):
                 self._check(k, tolerance, norm)
                 if polled is not None and polled():
                     break
@@ -417,9 +491,9 @@ class Loop:
         columns = self.prepared.columns
         args = (
             self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.length,
-            columns.blocks, self.b.stride(0),
+            columns.blocks, self.b.stride(0), int(norm == "l2"),
         )  # fmt: skip
-        launch(check, self.op.batch, args, (norm == "l2", 1024), (("num_warps", 4),), self.b.data_ptr() % 16)
+        launch(check, self.op.batch, args, (1024,), (("num_warps", 4),), self.b.data_ptr() % 16)
 
     def _poll(self) -> Callable[[], bool] | None:
         """Ask whether all are done, to be answered later."""
@@ -443,16 +517,16 @@ class Loop:
         tiles_q, tiles_k = -(-rows.length // tile.rows), -(-columns.length // tile.columns)
         row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
         column_parts = op.new(op.batch, tiles_q, columns.blocks * PAD)
-        error_parts, counters = op.new(op.batch, tiles_k), op.zeros(op.batch)
+        error_parts = op.new(op.batch, tiles_k)
         args = (
             rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b,
-            self.u, self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, counters,
+            self.u, self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, self.counters,
             prepared.slopes, rows.length, columns.length, tiles_q, tiles_k, max_iterations, check_every, tolerance,
             rows.blocks, columns.blocks, self.b.stride(0), prepared.width // 64, prepared.batch_stride,
-            *_strides(prepared),
+            *_strides(prepared), int(norm == "l2"),
         )  # fmt: skip
         count = FEW_TILES if max(tiles_q, tiles_k) <= FEW_TILES else MOST_TILES
-        constants = (*op.constants, tile.rows, tile.columns, count, norm == "l2")
+        constants = (*op.constants, tile.rows, tile.columns, count)
         options = [("num_warps", tile.warps), ("num_stages", 2)]
         if not INTERPRETED:
             options.append(("launch_cooperative_grid", True))
@@ -500,8 +574,17 @@ def to_host(found: Tensor) -> tuple[Tensor, Any]:
     host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
     host.copy_(found, non_blocking=True)
     ready = torch.cuda.Event()
-    ready.record()
+    # Without its device named, torch asks the driver first whether there are any: up to a millisecond of a busy one.
+    ready.record(torch.cuda.current_stream(found.device))
     return host, ready
+
+
+def _zeros(device: torch.device, batch: int) -> tuple[Tensor, ...]:
+    """What a loop counts and notes, in one allocation: values seen (float64), done, iterations and meetings (int32)."""
+    notes = 4 + 3 * batch
+    block = torch.zeros(2 * notes + 3 * batch, dtype=torch.int32, device=device)
+    seen, *counts = block.split((2 * notes, batch, batch, batch))
+    return seen.view(torch.float64), *counts
 
 
 def values_seen(numbers: list[float], batch: int, matrix: bool) -> dict[str, float]:
@@ -572,5 +655,4 @@ def _prepare_matrix(matrix: Tensor, epsilon: Tensor) -> Prepared:
         for count, stride in zip(matrix.shape[1:], strides, strict=True)
     )
     slopes = (-LOG2E / epsilon).float()
-    flags = torch.zeros(4, dtype=torch.int32, device=matrix.device)
-    return Prepared(MATRIX, 1, rows, columns, slopes, flags, batch_stride, (MATRIX, matrix.dtype))
+    return Prepared(MATRIX, 1, rows, columns, slopes, None, batch_stride, (MATRIX, matrix.dtype))

@@ -134,14 +134,20 @@ def prepare(
 
 @kernel
 def start(
-    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, masses, flags,
-    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64,
-    batch_b: tl.int64,
-    batch_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags,
+    programs: tl.int32, batch: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases; masses and bad
-    weights."""
+    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases.
+
+    Notes what was seen of the values: bad coordinates of x and of y, bad weights of either side, masses and ε.
+    """
     b, block = place(programs)
+    if block == 0:
+        tl.store(seen + 4 + 2 * batch + b, tl.load(epsilon + b * stride_epsilon).to(tl.float64))
+        if b == 0:
+            tl.store(seen, tl.load(flags).to(tl.float64))
+            tl.store(seen + 1, tl.load(flags + 1).to(tl.float64))
     if block < blocks_q:
         rows = block * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
@@ -152,7 +158,7 @@ def start(
             u -= tl.load(norm_q + at)
         log_weight = tl.log2(weight)
         tl.store(log_a + at, log_weight)
-        tl.store(row_bias + at, tl.where(weight > 0, u + log_weight, float("-inf")))
+        tl.store(row_bias + at, tl.where((weight > 0) & (u < float("inf")), u + log_weight, float("-inf")))
     else:
         rows = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(b_weight + b * batch_b + rows, mask=rows < m, other=0.0)
@@ -160,10 +166,10 @@ def start(
         tl.store(log_b + at, tl.log2(weight))
         tl.store(column_bias + at, tl.full([BLOCK], float("-inf"), tl.float32))
     side = tl.where(block < blocks_q, 0, 1)
-    tl.atomic_add(masses + 2 * b + side, tl.sum(weight.to(tl.float64), 0))
+    tl.atomic_add(seen + 4 + 2 * b + side, tl.sum(weight.to(tl.float64), 0))
     sound = (weight >= 0) & (weight < float("inf"))
     if tl.min(sound.to(tl.int32), 0) == 0:
-        tl.atomic_max(flags + 2 + side, 1)
+        tl.store(seen + 2 + side, 1.0)
 
 
 @kernel
@@ -462,6 +468,175 @@ def update(
         tl.store(ratio_out + at, tl.exp2(u - after), mask=rows < n)
 
 
+@triton.jit
+def strip_axis(acc, x, k1, cols, padded, K: tl.constexpr, D: tl.constexpr):
+    """acc − (x_k − y_k)², nothing beyond the last coordinate."""
+    if K < D:
+        apart = x[:, None] - tl.load(k1 + K * padded + cols, mask=cols < padded, other=0.0)
+        acc = acc - apart * apart
+    return acc
+
+
+@triton.jit
+def strip_scores(
+    held, x0, x1, x2, x3, x4, x5, x6, x7, bias, u, k1, cols, padded, slope, KIND: tl.constexpr, D: tl.constexpr
+):
+    """S + bias + u of some whole rows: of costs that were fetched before (MATRIX), or from coordinates (FMA)."""
+    t = tl.load(bias + cols, mask=cols < padded, other=float("-inf")) + u[:, None]
+    if KIND == MATRIX:
+        t = held.to(tl.float32) * slope + t
+    else:
+        t = strip_axis(t, x0, k1, cols, padded, 0, D)
+        t = strip_axis(t, x1, k1, cols, padded, 1, D)
+        t = strip_axis(t, x2, k1, cols, padded, 2, D)
+        t = strip_axis(t, x3, k1, cols, padded, 3, D)
+        t = strip_axis(t, x4, k1, cols, padded, 4, D)
+        t = strip_axis(t, x5, k1, cols, padded, 5, D)
+        t = strip_axis(t, x6, k1, cols, padded, 6, D)
+        t = strip_axis(t, x7, k1, cols, padded, 7, D)
+    return t
+
+
+@triton.jit
+def strip_costs(q1, rows, cols, step, m, KIND: tl.constexpr):
+    """Costs of some whole rows, where there are any."""
+    if KIND == MATRIX:
+        where = rows[:, None].to(tl.int64) * step + cols
+        held = tl.load(q1 + where, mask=cols < m, other=0.0, eviction_policy="evict_first")
+    else:
+        held = 0.0
+    return held
+
+
+@kernel
+def strip(
+    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch: tl.int64,
+    stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr,
+):  # of a matrix, batch, stride and m are counted in ALIGN
+    """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
+
+    A program takes some whole rows, one strip after the other, and keeps a row's exponentials e_j until their sum s is
+    known; a row of weight a adds a e_j / s to the columns. A matrix is read once; while a strip is worked on, the next
+    one is on its way. Columns come in two parts, so that few lanes idle whatever their number.
+    """
+    b, program = place(programs)
+    if tl.load(done + b) != 0:
+        return
+    pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+    m = m * ALIGN
+    if KIND == MATRIX:
+        q1 += b * batch * ALIGN
+    else:
+        q1 += b * pad_q * D
+        k1 += b * pad_k * D
+    u += b * pad_q
+    u_out += b * pad_q
+    bias_out += b * pad_q
+    log_weight += b * pad_q
+    bias += b * pad_k
+    slope = tl.load(slopes + b)
+    step = stride * ALIGN
+    cols = tl.arange(0, FIRST)[None, :]
+    more = FIRST + tl.arange(0, SECOND)[None, :]
+    share, rest = tl.zeros([1, FIRST], tl.float32), tl.zeros([1, SECOND], tl.float32)
+    lanes = tl.arange(0, BLOCK_M)
+    rows = tl.minimum(program * BLOCK_M + lanes, n - 1)
+    held = strip_costs(q1, rows, cols, step, m, KIND)
+    held2 = strip_costs(q1, rows, more, step, m, KIND)
+    for start in tl.range(program * BLOCK_M, n, programs * BLOCK_M, num_stages=1):
+        rows = start + lanes
+        inside = rows < n
+        rows = tl.minimum(rows, n - 1)
+        following = tl.minimum(start + programs * BLOCK_M + lanes, n - 1)
+        coming = strip_costs(q1, following, cols, step, m, KIND)
+        coming2 = strip_costs(q1, following, more, step, m, KIND)
+        x0 = coordinate(q1, rows, pad_q, 0, D if KIND == FMA else 0)
+        x1 = coordinate(q1, rows, pad_q, 1, D if KIND == FMA else 0)
+        x2 = coordinate(q1, rows, pad_q, 2, D if KIND == FMA else 0)
+        x3 = coordinate(q1, rows, pad_q, 3, D if KIND == FMA else 0)
+        x4 = coordinate(q1, rows, pad_q, 4, D if KIND == FMA else 0)
+        x5 = coordinate(q1, rows, pad_q, 5, D if KIND == FMA else 0)
+        x6 = coordinate(q1, rows, pad_q, 6, D if KIND == FMA else 0)
+        x7 = coordinate(q1, rows, pad_q, 7, D if KIND == FMA else 0)
+        before = tl.load(u + rows)
+        e = tl.exp2(
+            strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, cols, pad_k, slope, KIND, D)
+        )
+        e2 = tl.exp2(
+            strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, more, pad_k, slope, KIND, D)
+        )
+        total = tl.sum(e, 1) + tl.sum(e2, 1)
+        pivot = -before
+        sound = (total > TINY) & (total < HUGE)
+        if tl.min(sound.to(tl.int32), 0) == 0:
+            zero = tl.zeros([BLOCK_M], tl.float32)
+            held = strip_costs(q1, rows, cols, step, m, KIND)
+            held2 = strip_costs(q1, rows, more, step, m, KIND)
+            t = strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, cols, pad_k, slope, KIND, D)
+            t2 = strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, more, pad_k, slope, KIND, D)
+            top = tl.maximum(tl.max(t, 1), tl.max(t2, 1))
+            pivot = tl.where(top == float("-inf"), 0.0, top)
+            e, e2 = tl.exp2(t - pivot[:, None]), tl.exp2(t2 - pivot[:, None])
+            total = tl.sum(e, 1) + tl.sum(e2, 1)
+        after = -(pivot + tl.log2(total))
+        weight = tl.load(log_weight + rows)
+        mass = tl.where(inside & (total > 0) & (weight > float("-inf")), tl.exp2(weight) / total, 0.0)
+        share += tl.sum(e * mass[:, None], 0)[None, :]
+        rest += tl.sum(e2 * mass[:, None], 0)[None, :]
+        tl.store(u_out + rows, after, mask=inside)
+        tl.store(bias_out + rows, tl.where(weight == float("-inf"), weight, after + weight), mask=inside)
+        held, held2 = coming, coming2
+    parts += (b * programs + program) * pad_k
+    tl.store(parts + cols, share, mask=cols < pad_k)
+    tl.store(parts + more, rest, mask=more < pad_k)
+
+
+@kernel
+def gather(
+    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes,
+    programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32, blocks_q: tl.int32,
+    every_column: tl.int32, batch: tl.int64, stride: tl.int64,
+    KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """The column updates, from what ``strip`` left: v'_j = v_j + log₂ b_j − log₂ Σ shares.
+
+    Shares say nothing of a column without mass; where its potential is wanted (``every_column``), and where shares have
+    left the range of numbers, the column is read again.
+    """
+    b, block = place(programs)
+    if tl.load(done + b) != 0:
+        return
+    cols = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    parts += b * shares * blocks_k * PAD
+    for first in range(0, shares, BLOCK_N):
+        which = first + lanes
+        where = which[None, :].to(tl.int64) * blocks_k * PAD + cols[:, None]
+        total += tl.sum(tl.load(parts + where, mask=(which[None, :] < shares) & (cols[:, None] < m), other=0.0), 1)
+    at = b * blocks_k * PAD + cols
+    weight = tl.load(log_weight + at)
+    before = tl.load(v_in + at, mask=cols < m, other=0.0)
+    massive = weight > float("-inf")
+    relative_total = tl.where(massive, total / tl.exp2(weight), 1.0)
+    sound = (relative_total > TINY) & (relative_total < HUGE) & (massive | (every_column == 0))
+    after = tl.where(massive, before - tl.log2(relative_total), before)
+    if tl.min(tl.where(cols < m, sound.to(tl.int32), 1), 0) == 0:
+        slope = tl.load(slopes + b)
+        pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+        k1, k2, q1, q2 = of_problem(k1, k1, q1, q1, b, batch * ALIGN, pad_k, pad_q, D, KIND)
+        top, again = row_sums(
+            k1, k2, q1, q2, bias + b * pad_q, before, cols, m, n, 0, tl.cdiv(n, BLOCK_N) * BLOCK_N, slope, 1,
+            stride * ALIGN, pad_k, pad_q, 1, KIND, D, 1, 1, BLOCK_N, True, 1,
+        )
+        after = -(top + tl.log2(again))
+    tl.store(v_out + at, after, mask=cols < m)
+    tl.store(bias_out + at, tl.where(massive, after + weight, weight), mask=cols < m)
+    tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
+
+
 @kernel
 def product(
     q1, q2, k1, k2, bias, norm_q, norm_k, values, weights, top_out, total_out, out, slopes,
@@ -535,7 +710,7 @@ def product(
 @kernel
 def check(
     ratio, weight, done, iterations, error, iteration: tl.int32, tolerance: tl.float32, m: tl.int32, blocks_k: tl.int32,
-    batch_weight: tl.int64, SQUARED: tl.constexpr, BLOCK: tl.constexpr,
+    batch_weight: tl.int64, squared: tl.int32, BLOCK: tl.constexpr,
 ):
     """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop."""
     b = tl.program_id(0).to(tl.int64)
@@ -547,10 +722,9 @@ def check(
         mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
         violation = mass * (tl.load(ratio + b * blocks_k * PAD + cols, mask=cols < m, other=1.0) - 1.0)
         violation = tl.where(mass > 0, violation, 0.0).to(tl.float64)
-        total += violation * violation if SQUARED else tl.abs(violation)
+        total += tl.where(squared == 1, violation * violation, tl.abs(violation))
     found = tl.sum(total, 0)
-    if SQUARED:
-        found = tl.sqrt(found)
+    found = tl.where(squared == 1, tl.sqrt(found), found)
     tl.store(error + b, found.to(tl.float32))
     tl.store(iterations + b, iteration)
     if found < tolerance:
@@ -615,9 +789,9 @@ def resident(
     error_parts, counters, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32,
     max_iterations: tl.int32,
     check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
-    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
+    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, squared: tl.int32,
     KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, SQUARED: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr,
 ):
     """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to
     the last.
@@ -666,7 +840,7 @@ def resident(
         if ((iteration - 1) % check_every == 0) | (iteration == max_iterations):
             mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
             violation = tl.where(mass > 0, mass * (tl.exp2(change) - 1.0), 0.0)
-            part = tl.sum(violation * violation if SQUARED else tl.abs(violation), 0)
+            part = tl.sum(tl.where(squared == 1, violation * violation, tl.abs(violation)), 0)
             if tile_q == 0:
                 tl.store(error_parts + tile_k, part)
             met += group
@@ -674,8 +848,7 @@ def resident(
             found = 0.0
             for k in range(tiles_k):
                 found += tl.load(error_parts + k, cache_modifier=".cg")
-            if SQUARED:
-                found = tl.sqrt(found)
+            found = tl.where(squared == 1, tl.sqrt(found), found)
             if (found < tolerance) | (iteration == max_iterations):
                 going = 0
         if going == 1:

@@ -1,0 +1,69 @@
+"""The operands that every JAX kernel of the operation "sinkhorn" reads, and what needs no loop over pairs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Pairs(NamedTuple):
+    """A batch of B problems: costs C (B, n, m), never formed for points, each over its own ε.
+
+    x: (B or 1, n, d) and y: (B or 1, m, d), points around a common centre, C_ij = |x_i − y_j|²; or None.
+    matrix: (B or 1, n, m), +inf for a forbidden pair; or None. A leading axis of 1 is shared by the problems.
+    epsilon: (B,). All are in the dtype of the potentials: float64, else float32.
+    """
+
+    x: jax.Array | None
+    y: jax.Array | None
+    matrix: jax.Array | None
+    epsilon: jax.Array
+
+    @property
+    def T(self) -> Pairs:  # noqa: N802 - the field's name for a transpose
+        """The same problems with rows and columns exchanged."""
+        matrix = None if self.matrix is None else jnp.swapaxes(self.matrix, -1, -2)
+        return Pairs(self.y, self.x, matrix, self.epsilon)
+
+    @property
+    def problems(self) -> int:
+        """B."""
+        return self.epsilon.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return self.x.shape[1] if self.matrix is None else self.matrix.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """m."""
+        return self.y.shape[1] if self.matrix is None else self.matrix.shape[2]
+
+
+def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array) -> Pairs:
+    """Put points (or, with y None, a matrix) into the potentials' dtype, points around the midpoint of their means."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    x = x.astype(dtype)
+    if y is None:
+        return Pairs(None, None, x, epsilon.astype(dtype))
+    y = y.astype(dtype)
+    centre = lax.stop_gradient((x.mean(1, keepdims=True) + y.mean(1, keepdims=True)) / 2)
+    shared = (max(x.shape[0], y.shape[0]),)
+    x, y = (jnp.broadcast_to(part - centre, (*shared, *part.shape[1:])) for part in (x, y))
+    return Pairs(x, y, None, epsilon.astype(dtype))
+
+
+def log_sum_exp(exponents: jax.Array, axis: int = -1) -> jax.Array:
+    """log Σ exp along an axis; −inf where nothing is finite, without a NaN."""
+    top = lax.stop_gradient(exponents.max(axis))
+    safe = jnp.where(top == -jnp.inf, 0, top)
+    return safe + jnp.log(jnp.exp(exponents - jnp.expand_dims(safe, axis)).sum(axis))
+
+
+def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """left @ right as exactly as the dtype allows."""
+    return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
