@@ -362,6 +362,7 @@ class Strips:
     """Both updates of an iteration from one exponential a pair, where whole rows fit into a program's registers."""
 
     LONGEST, THREADS, EACH = 16384, 512, 20  # columns at most, threads of a multiprocessor, columns a thread holds well
+    FEWEST = 16  # rows for each multiprocessor
 
     def __init__(self, op: Fused):
         self.op, prepared = op, op.prepared
@@ -384,7 +385,7 @@ class Strips:
         prepared = op.prepared
         if prepared.kind == DOT or (prepared.kind == MATRIX and _alignment(prepared)[0] != 2):
             return False
-        return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= 16 * processors(op.device)
+        return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= cls.FEWEST * processors(op.device)
 
     def __call__(self, loop: Loop, before: Tensor, after: Tensor, every_column: bool) -> None:
         """Update rows, then columns; those without mass only where ``every_column`` says so."""

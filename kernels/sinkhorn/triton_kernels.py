@@ -136,7 +136,8 @@ def prepare(
 def start(
     a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags,
     programs: tl.int32, batch: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64, stride_epsilon: tl.int64,
+    NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The loop's starting state: log₂ of the weights, row biases from f, empty column biases.
 

@@ -19,7 +19,7 @@ from .operator import Cost
 from .triton import BLOCK, FMA, LOG2E, PAD, PRODUCT_OPTIONS, Prepared, on
 
 LN_2 = math.log(2)
-FLAT = 2 * LOG2E  # prepares squared distances at this ε and the coordinates keep their scale
+FLAT = LOG2E  # the ε at which prepared coordinates keep their scale
 SLOPED = Shape(16, 64, 2, 1, 4)  # keeps sums for each coordinate too
 SLOPED_MANY = Shape(8, 64, 2, 1, 4)  # more than three coordinates
 

@@ -57,6 +57,17 @@ def streamed(monkeypatch):
     monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
 
 
+def in_strips(monkeypatch):
+    """Whole rows in a program's registers, several strips a program, also where there are few rows."""
+    streamed(monkeypatch)
+    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
+    monkeypatch.setattr(triton, "processors", lambda _: 3)
+
+
+PATHS = {"resident": lambda _: None, "streamed": streamed, "strips": in_strips}
+paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+
+
 @pytest.mark.parametrize("d", shapes.TEST_DIMENSIONS)
 def test_dimensions(d):
     check(NAME, *points(*ONE, d, device=DEVICE), *uneven(*ONE, device=DEVICE))
@@ -127,10 +138,9 @@ def test_batches_with_their_own_regularisation(kind, size, uniform, monkeypatch)
     check(NAME, problem[0], epsilon, *weights, iterations=3)
 
 
-@pytest.mark.parametrize("path", ["resident", "streamed"])
+@paths
 def test_elements_stop_on_their_own(path, monkeypatch):
-    if path == "streamed":
-        streamed(monkeypatch)
+    path(monkeypatch)
     scale = torch.tensor([0.02, 1.0, 6.0], device=DEVICE)[:, None, None]
     cost = make_cost((normal(8, 9).abs().to(DEVICE, torch.float32) * scale,))
     options = {"epsilon": 0.5, "tolerance": 1e-3, "check_every": 2, "max_iterations": 30}
@@ -141,6 +151,34 @@ def test_elements_stop_on_their_own(path, monkeypatch):
     torch.testing.assert_close(found.f, wanted.f, rtol=0, atol=2e-5)
     torch.testing.assert_close(found.g, wanted.g, rtol=0, atol=2e-5)
     torch.testing.assert_close(found.error, wanted.error, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(17, 30), (7, 520)], ids=str)
+@pytest.mark.parametrize("kind", ["matrix", 1, 8])
+def test_strips(kind, size, dtype, monkeypatch):
+    in_strips(monkeypatch)
+    problem = matrix(*size, device=DEVICE) if kind == "matrix" else points(*size, kind, device=DEVICE)
+    problem = tuple(part.to(dtype) for part in problem[0]), problem[1]
+    a, b = uneven(*size, device=DEVICE, zeros=2)
+    check(NAME, *problem, a, b, iterations=3)
+
+
+@pytest.mark.parametrize("kind", ["matrix", 3])
+def test_strips_of_a_batch(kind, monkeypatch):
+    in_strips(monkeypatch)
+    batch, size = (2,), (12, 9)
+    problem = matrix(*size, batch, device=DEVICE) if kind == "matrix" else points(*size, kind, batch, device=DEVICE)
+    epsilon = problem[1] * torch.tensor([0.5, 2.0], dtype=torch.float64, device=DEVICE)
+    check(NAME, problem[0], epsilon, *uneven(*size, batch, device=DEVICE), iterations=4)
+
+
+@pytest.mark.parametrize("kind", ["matrix", 3])
+def test_strips_around_a_bad_stabiliser(kind, monkeypatch):
+    """ε so small that potentials jump by more than floating point numbers can bridge."""
+    in_strips(monkeypatch)
+    (*tensors,), _ = matrix(20, 15, device=DEVICE) if kind == "matrix" else points(20, 15, kind, device=DEVICE)
+    check(NAME, tuple(tensors), torch.tensor(2e-3, dtype=torch.float64), None, None, iterations=6)
 
 
 @both
@@ -166,11 +204,10 @@ def test_rows_and_columns_without_mass(kind, size):
     assert solution.f.isfinite().all() and solution.g.isfinite().all() and f.isfinite().all()
 
 
-@pytest.mark.parametrize("path", ["resident", "streamed"])
+@paths
 def test_padding_that_may_go_nowhere(path, monkeypatch):
     """No mass and only forbidden pairs: everybody else is as without."""
-    if path == "streamed":
-        streamed(monkeypatch)
+    path(monkeypatch)
     (M,), epsilon = matrix(7, 9, device=DEVICE)
     a, b = uneven(7, 9, device=DEVICE)
     pad = torch.nn.functional.pad
@@ -188,8 +225,7 @@ def test_padding_that_may_go_nowhere(path, monkeypatch):
 @pytest.mark.parametrize("kind", ["matrix", 3, 16])
 def test_a_stabiliser_that_is_far_off(kind, path, monkeypatch):
     """The column sums after a wild start leave every safe range: they are taken again around their own maximum."""
-    if path == "streamed":
-        streamed(monkeypatch)
+    path(monkeypatch)
     (tensors, epsilon) = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
     start = (300 * epsilon * normal(5, seed=9)).to(DEVICE, torch.float32)
     check(NAME, tensors, epsilon, *uneven(*ONE, device=DEVICE), start=start, iterations=2, grade=6e-5)
@@ -199,8 +235,7 @@ def test_a_stabiliser_that_is_far_off(kind, path, monkeypatch):
 @pytest.mark.parametrize("path", ["resident", "streamed"])
 def test_coordinates_too_large_for_float16(d, path, monkeypatch):
     """Scaled by √(2 log₂e/ε) they would overflow: they are made smaller, and the slope makes good for it."""
-    if path == "streamed":
-        streamed(monkeypatch)
+    path(monkeypatch)
     (x, y), _ = points(*ONE, d, device=DEVICE)
     x[0, 0] = 3e5
     check(NAME, (x, y), 2.0, iterations=2)
@@ -254,8 +289,7 @@ def spoiled(tensor, value):
 @pytest.mark.parametrize(("kind", "path"), [("matrix", "resident"), (3, "resident"), (16, "resident"), (1, "streamed")])
 def test_bad_values_are_reported(kind, path, monkeypatch):
     """The kernels look at the values themselves."""
-    if path == "streamed":
-        streamed(monkeypatch)
+    path(monkeypatch)
     tensors, epsilon = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
     a, b = uneven(*ONE, device=DEVICE)
 
