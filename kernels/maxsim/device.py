@@ -365,20 +365,27 @@ def scores_kernel(
 
 @triton.jit
 def _document_gradient(
-    program, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+    item, my_rows, my_slopes, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
     tiles, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
-    D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    SCALED: tl.constexpr, NONE: tl.constexpr,
+    D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one document's gradient: (who chose this token) x (query tokens), a product on the matrix units."""
+    """One tile of one document's gradient: (who chose this token) x (query tokens), a product on the matrix units.
+
+    Winners are scanned ``SCAN`` at a time; the rows that chose a token of this tile, and their weights, are written one
+    after the other to rings of the program's own, and only they are multiplied: in the order of the rows, so sums have
+    one order.
+    """
     CHUNKS: tl.constexpr = (SIZE + BD - 1) // BD
-    columns = (program % CHUNKS) * BD + tl.arange(0, BD)
-    program = program // CHUNKS
-    document = program // tiles
-    spot = (program % tiles) * BT + tl.arange(0, BT)
+    RING: tl.constexpr = 2 * SCAN  # fewer than BK are left when the next SCAN arrive
+    columns = (item % CHUNKS) * BD + tl.arange(0, BD)
+    item = item // CHUNKS
+    document = item // tiles
+    low = (item % tiles) * BT
+    spot = tl.arange(0, BT)
     d_first, length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
-    if (program % tiles) * BT < length:
+    if low < length:
         if OWNED:
             if HAS_OWNERS:
                 only = tl.load(owners + document).to(tl.int32)
@@ -389,51 +396,69 @@ def _document_gradient(
             only = 0
             rows = queries * longest_query
         chosen = winners + document.to(tl.int64) * rows
+        slopes = gradient + document.to(tl.int64) * g_document
         total = tl.zeros((BT, BD), tl.float32)
-        for start in tl.range(0, rows, BK, num_stages=STAGES):
-            row = start + tl.arange(0, BK)
-            inside = row < rows
-            winner = tl.load(chosen + row, mask=inside, other=NONE).to(tl.int32)
+        found = 0
+        done = 0
+        for start in range(0, rows, SCAN):
+            row = start + tl.arange(0, SCAN)
+            choice = tl.load(chosen + row, mask=row < rows, other=NONE).to(tl.int32)
+            hit = (choice >= low) & (choice < low + BT) & (choice != NONE)
             query = only + row // longest_query
-            token = row % longest_query
-            live = inside & (winner != NONE)
-            g = tl.load(
-                gradient + query.to(tl.int64) * g_query + document.to(tl.int64) * g_document, mask=live, other=0.0
-            ).to(tl.float32)
-            q_first, _ = _first_and_length(q_offsets, query, longest_query, False)
-            if Q_PACKED:
-                q_first = tl.load(q_offsets + query, mask=live, other=0)
-            q_rows = query.to(tl.int64) * q_item + (q_first + token) * q_token
-            q = tl.load(
-                q_ptr + q_rows[:, None] + columns[None, :], mask=live[:, None] & (columns[None, :] < SIZE), other=0.0
-            )
-            hits = winner[None, :] == spot[:, None]
-            if EXACT:
-                g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
-                q_scale, q_back = _exponent(tl.max(tl.max(tl.abs(q), axis=1), axis=0))
-                g_high, g_low = _halves(g * g_scale)
-                q_high, q_low = _halves(q * q_scale)
-                high = tl.where(hits, g_high[None, :], 0.0).to(tl.float16)
-                low = tl.where(hits, g_low[None, :], 0.0).to(tl.float16)
-                sums = tl.dot(low, q_high)
-                sums = tl.dot(high, q_low, sums)
-                sums = tl.dot(high, q_high, sums)
-                total += sums * g_back * q_back
-            elif SCALED:
-                g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
-                weights = tl.where(hits, (g * g_scale)[None, :], 0.0).to(q_ptr.dtype.element_ty)
-                total += tl.dot(weights, q) * g_back
-            else:
-                weights = tl.where(hits, g[None, :], 0.0).to(q_ptr.dtype.element_ty)
-                total = tl.dot(weights, q, total)
+            slope = tl.load(slopes + query.to(tl.int64) * g_query, mask=hit, other=0.0).to(tl.float32)
+            place = (found + tl.cumsum(hit.to(tl.int32), 0) - 1) & (RING - 1)
+            tl.debug_barrier()  # what is overwritten has been read by all
+            tl.store(my_rows + place, row.to(my_rows.dtype.element_ty) * BT + (choice - low), mask=hit)
+            tl.store(my_slopes + place, slope, mask=hit)
+            tl.debug_barrier()  # what is read has been written by all
+            found += tl.sum(hit.to(tl.int32), 0)
+            stop = tl.where(start + SCAN >= rows, found, found // BK * BK)
+            for at in tl.range(done, stop, BK, num_stages=STAGES):
+                entry = at + tl.arange(0, BK)
+                live = entry < stop
+                packed = tl.load(my_rows + (entry & (RING - 1)), mask=live, other=0)
+                g = tl.load(my_slopes + (entry & (RING - 1)), mask=live, other=0.0)
+                source = packed // BT
+                if LINEAR:
+                    q_rows = source.to(tl.int64) * q_token
+                elif Q_PACKED:
+                    q_first = tl.load(q_offsets + only + source // longest_query, mask=live, other=0)
+                    q_rows = (q_first + source % longest_query) * q_token
+                else:
+                    q_rows = (only + source // longest_query).to(tl.int64) * q_item + (source % longest_query) * q_token
+                q = tl.load(
+                    q_ptr + q_rows[:, None] + columns[None, :],
+                    mask=live[:, None] & (columns[None, :] < SIZE),
+                    other=0.0,
+                )
+                hits = (packed & (BT - 1)).to(tl.int32)[None, :] == spot[:, None]
+                if EXACT:
+                    g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
+                    q_scale, q_back = _exponent(tl.max(tl.max(tl.abs(q), axis=1), axis=0))
+                    g_high, g_low = _halves(g * g_scale)
+                    q_high, q_low = _halves(q * q_scale)
+                    high = tl.where(hits, g_high[None, :], 0.0).to(tl.float16)
+                    rest = tl.where(hits, g_low[None, :], 0.0).to(tl.float16)
+                    sums = tl.dot(rest, q_high)
+                    sums = tl.dot(high, q_low, sums)
+                    sums = tl.dot(high, q_high, sums)
+                    total += sums * g_back * q_back
+                elif SCALED:
+                    g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
+                    weights = tl.where(hits, (g * g_scale)[None, :], 0.0).to(q_ptr.dtype.element_ty)
+                    total += tl.dot(weights, q) * g_back
+                else:
+                    weights = tl.where(hits, g[None, :], 0.0).to(q_ptr.dtype.element_ty)
+                    total = tl.dot(weights, q, total)
+            done = stop
         if D_PACKED:
-            to = (d_first + spot) * SIZE
+            to = (d_first + low + spot) * SIZE
         else:
-            to = (document.to(tl.int64) * longest_document + spot) * SIZE
+            to = (document.to(tl.int64) * longest_document + low + spot) * SIZE
         tl.store(
             to_d + to[:, None] + columns[None, :],
             total.to(to_d.dtype.element_ty),
-            mask=(spot < length)[:, None] & (columns[None, :] < SIZE),
+            mask=(low + spot < length)[:, None] & (columns[None, :] < SIZE),
         )
 
 
@@ -442,14 +467,18 @@ def _query_gradient(
     program, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
     tiles, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
-    D_PACKED: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, NONE: tl.constexpr,
+    D_PACKED: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, GATHERS: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """A few tokens of one query's gradient: the document tokens they chose, weighted and summed in order."""
+    """A few tokens of one query's gradient: the document tokens they chose, weighted and summed.
+
+    ``BJ`` documents at a time have sums of their own, which meet at the end.
+    """
     CHUNKS: tl.constexpr = (SIZE + BD - 1) // BD
     columns = (program % CHUNKS) * BD + tl.arange(0, BD)
     program = program // CHUNKS
     query = program // tiles
-    token = (program % tiles) * BS + tl.arange(0, BS)
+    slot = tl.arange(0, BS * BJ)
+    token = (program % tiles) * BS + slot % BS
     q_first, length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
     if OWNED:
         if HAS_OWNERS:
@@ -461,30 +490,29 @@ def _query_gradient(
     else:
         low = 0
         high = documents
-    total = tl.zeros((BS, BD), tl.float32)
-    for start in range(low, high, BJ):
-        document = start + tl.arange(0, BJ)
-        there = document < high
+    total = tl.zeros((BS * BJ, BD), tl.float32)
+    for start in tl.range(low, high, BJ, num_stages=GATHERS):
+        document = start + slot // BS
+        inside = (document < high) & (token < length)
         at = document.to(tl.int64)
         if not OWNED:
             at = at * queries + query
-        inside = there[None, :] & (token < length)[:, None]
-        winner = tl.load(winners + at[None, :] * longest_query + token[:, None], mask=inside, other=NONE).to(tl.int32)
-        live = inside & (winner != NONE)
+        winner = tl.load(winners + at * longest_query + token, mask=inside, other=NONE).to(tl.int32)
+        live = winner != NONE
         g = tl.load(
-            gradient + query.to(tl.int64) * g_query + document.to(tl.int64) * g_document, mask=there, other=0.0
+            gradient + query.to(tl.int64) * g_query + document.to(tl.int64) * g_document, mask=inside, other=0.0
         ).to(tl.float32)
         if D_PACKED:
-            base = tl.load(d_offsets + document, mask=there, other=0) * d_token
+            base = tl.load(d_offsets + document, mask=inside, other=0) * d_token
         else:
             base = document.to(tl.int64) * d_item
-        rows = base[None, :] + winner.to(tl.int64) * d_token
+        rows = base + winner.to(tl.int64) * d_token
         found = tl.load(
-            d_ptr + rows[:, :, None] + columns[None, None, :],
-            mask=live[:, :, None] & (columns[None, None, :] < SIZE),
-            other=0.0,
+            d_ptr + rows[:, None] + columns[None, :], mask=live[:, None] & (columns[None, :] < SIZE), other=0.0
         )
-        total += tl.sum(found.to(tl.float32) * g[None, :, None], axis=1)
+        total += found.to(tl.float32) * g[:, None]
+    total = tl.sum(tl.reshape(total, (BJ, BS, BD)), axis=0)
+    token = (program % tiles) * BS + tl.arange(0, BS)
     if Q_PACKED:
         to = (q_first + token) * SIZE
     else:
@@ -497,17 +525,17 @@ def _query_gradient(
 
 
 @triton.jit(do_not_specialize=[
-    "programs_d", "tiles_d", "tiles_q", "queries", "documents", "g_query", "g_document", "longest_query",
+    "programs_d", "items", "tiles_d", "tiles_q", "queries", "documents", "g_query", "g_document", "longest_query",
     "longest_document", "set_size",
 ])  # fmt: skip
 def gradients_kernel(
     q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
-    sets, gradient, winners, to_q, to_d, programs_d, tiles_d, tiles_q, queries, documents, g_query, g_document,
-    longest_query, longest_document, set_size, q_item, q_token, d_item, d_token,
+    sets, gradient, winners, ring, slopes, to_q, to_d, programs_d, items, tiles_d, tiles_q, queries, documents,
+    g_query, g_document, longest_query, longest_document, set_size, q_item, q_token, d_item, d_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
     HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
+    GATHERS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr, LINEAR: tl.constexpr,
     FOR_QUERIES: tl.constexpr, FOR_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tiles.
@@ -517,15 +545,18 @@ def gradients_kernel(
     program = tl.program_id(0)
     if FOR_DOCUMENTS:
         if program < programs_d:
-            _document_gradient(
-                program, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
-                tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
-                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, STAGES, EXACT, SCALED, NONE,
-            )  # fmt: skip
+            mine = program.to(tl.int64) * 2 * SCAN
+            for item in range(program, items, programs_d):
+                _document_gradient(
+                    item, ring + mine, slopes + mine, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+                    tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
+                    SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, SCAN, STAGES, EXACT, SCALED, NONE,
+                    LINEAR,
+                )  # fmt: skip
     if FOR_QUERIES:
         if program >= programs_d:
             _query_gradient(
                 program - programs_d, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
                 tiles_q, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
-                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, NONE,
+                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, GATHERS, NONE,
             )  # fmt: skip

@@ -16,6 +16,7 @@ class Plan:
     parts: bool
     winners: Any
     index: Any
+    ring: Any
 
     def __init__(self, programs, numbers, constants, copies, **told):
         self.programs, self.numbers, self.constants, self.copies = programs, numbers, constants, copies

@@ -16,6 +16,7 @@ from .layout import document_count, index_dtype, none_of, query_count, winners_s
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 4096
+TOGETHER = 1 << 17  # winners up to which both gradients are one launch; with more each has its own registers
 _plans: dict[tuple, Plan] = {}
 _ALONE = (None,) * 6
 _NO_EXTRAS = (None,) * 3
@@ -152,6 +153,9 @@ def _reversed(bits):
 
 def backward(problem, winners, gradient, for_queries, for_documents):
     """Gradients of the weighted scores at the recorded winners: for queries and for documents (None: not wanted)."""
+    if for_queries and for_documents and winners.numel() > TOGETHER:
+        to_queries, _ = backward(problem, winners, gradient, True, False)
+        return to_queries, backward(problem, winners, gradient, False, True)[1]
     key = ("gradients", for_queries, for_documents, gradient.stride(), gradient.dtype, *_kind(problem))
     plan = _plans.get(key) or _remember(key, _backward_plan(problem, winners, gradient, for_queries, for_documents))
     if plan.copies:
@@ -160,33 +164,55 @@ def backward(problem, winners, gradient, for_queries, for_documents):
     to_queries = q.new_empty(q.shape) if for_queries else None
     to_documents = d.new_empty(d.shape) if for_documents else None
     if plan.programs:
-        start(
-            gradients_kernel, plan, (*problem[:8], _sets(problem), gradient, winners, to_queries, to_documents)
-        )  # fmt: skip
+        rings = winners.new_empty(plan.ring, dtype=plan.index), winners.new_empty(plan.ring, dtype=torch.float32)
+        rest = _sets(problem), gradient, winners, *rings, to_queries, to_documents
+        start(gradients_kernel, plan, (*problem[:8], *rest))
     return to_queries, to_documents
 
 
 def _backward_plan(problem, winners, gradient, for_queries, for_documents):
     """Grid, numbers and constants of the backward kernel."""
     copied = _contiguous_rows(problem)
-    exact = problem.queries.dtype == torch.float32
-    constants = _common(problem)
-    constants.update(tuning.backward(problem.queries.device, problem.longest_document, exact), EXACT=exact)
-    constants["num_stages"] = constants["STAGES"]
-    constants.update(NONE=none_of(winners.dtype), SCALED=problem.queries.dtype == torch.float16)
+    constants = _backward_constants(problem, winners)
     constants.update(FOR_QUERIES=for_queries, FOR_DOCUMENTS=for_documents)
     chunks = -(-constants["SIZE"] // constants["BD"])
     tiles_d = -(-problem.longest_document // constants["BT"])
     tiles_q = -(-problem.longest_query // constants["BS"])
     queries, documents = query_count(problem), document_count(problem)
-    programs_d = documents * tiles_d * chunks * for_documents
+    items = documents * tiles_d * chunks * for_documents
+    programs_d = min(items, constants.pop("PROGRAMS") * tuning.processors(problem.queries.device))
     strides = (0, gradient.stride(0)) if problem.set_size else gradient.stride()
+    tiles = max(tiles_d, 1), max(tiles_q, 1)
     return Plan(
         programs=programs_d + queries * tiles_q * chunks * for_queries,
-        numbers=(programs_d, max(tiles_d, 1), max(tiles_q, 1), queries, documents, *strides, *_sizes(copied)),
+        numbers=(programs_d, items, *tiles, queries, documents, *strides, *_sizes(copied)),
         constants=constants,
         copies=copied is not problem,
+        ring=(programs_d, 2 * constants["SCAN"]),
+        index=torch.int32 if queries * problem.longest_query * constants["BT"] < 2**31 else torch.int64,
     )
+
+
+def _backward_constants(problem, winners):
+    exact, scaled = (problem.queries.dtype == kind for kind in (torch.float32, torch.float16))
+    found = _common(problem)
+    found.update(tuning.backward(problem.queries.device, problem.longest_document, exact, scaled))
+    found["BS"], found["BJ"] = _slots(problem, found.pop("ROWS"))
+    found.update(num_stages=found["STAGES"], NONE=none_of(winners.dtype), EXACT=exact, SCALED=scaled)
+    q = problem.queries
+    found["LINEAR"] = not problem.set_size and q.dim() == 3 and q.stride(0) == q.shape[1] * q.stride(1)
+    return found
+
+
+def _slots(problem, rows):
+    """Query tokens and documents that a program sums at a time: as few tokens as it takes to occupy the card."""
+    queries, documents = query_count(problem), document_count(problem)
+    met = max(documents // max(queries, 1), 1) if problem.set_size else documents
+    enough = 4 * tuning.processors(problem.queries.device)
+    tokens = min(rows, _power(problem.longest_query))
+    while tokens > 1 and tokens * _power(met) > rows and queries * -(-problem.longest_query // tokens) < enough:
+        tokens //= 2
+    return tokens, min(rows // tokens, _power(met))
 
 
 def _remember(key, plan):

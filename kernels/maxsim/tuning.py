@@ -2,7 +2,7 @@
 
 For each direction and class of card ("sm90", else "default") the file holds rules; the first whose conditions hold
 gives the launch: ``rows`` and ``length`` are upper bounds of the query rows in a tile's reach and of the longest
-document, ``exact`` and ``record`` must be equal.
+document; ``exact`` (float32), ``scaled`` (float16) and ``record`` must be equal.
 """
 
 import json
@@ -37,27 +37,23 @@ def _rules(direction, device):
     return table.get(f"sm{major}{minor}", []) + table["default"]
 
 
-def _holds(rule, rows, length, exact, record):
-    return (
-        rows <= rule.get("rows", rows)
-        and length <= rule.get("length", length)
-        and rule.get("exact", exact) == exact
-        and rule.get("record", record) == record
-    )
+def _holds(rule, facts):
+    bounds = all(facts[name] <= rule[name] for name in ("rows", "length") if name in rule)
+    return bounds and all(facts[name] == rule[name] for name in ("exact", "scaled", "record") if name in rule)
 
 
-def _first(direction, device, rows, length, exact, record):
+def _first(direction, device, **facts):
     for rule in _rules(direction, device):
-        if _holds(rule, rows, length, exact, record):
+        if _holds(rule, facts):
             return dict(rule["launch"])
-    raise LookupError(f"tuning.json has no {direction} rule for {rows} rows and documents of {length} tokens")
+    raise LookupError(f"tuning.json has no {direction} rule for {facts}")
 
 
 def forward(device, rows, length, exact, record):
     """Launch of the forward kernel."""
-    return _first("forward", device, rows, length, exact, record)
+    return _first("forward", device, rows=rows, length=length, exact=exact, record=record)
 
 
-def backward(device, length, exact):
+def backward(device, length, exact, scaled):
     """Launch of the backward kernel."""
-    return _first("backward", device, 0, length, exact, True)
+    return _first("backward", device, length=length, exact=exact, scaled=scaled)

@@ -34,11 +34,11 @@ def launches(request, monkeypatch):
     rows = {"BQ": 32, "BT": 16, "DOCUMENT_ROWS": request.param == "documents", "STAGES": 2, "num_warps": 4}
     if request.param == "queries":
         rows.update(REGISTERS=True, FOLD=8, PROGRAMS=1)
-        monkeypatch.setattr(tuning, "processors", lambda _: 2)
+        monkeypatch.setattr(triton, "TOGETHER", 10)
+    monkeypatch.setattr(tuning, "processors", lambda _: 2)
     monkeypatch.setattr(tuning, "forward", lambda *_: dict(rows))
-    monkeypatch.setattr(
-        tuning, "backward", lambda *_: {"BT": 16, "BK": 16, "BS": 2, "BJ": 4, "STAGES": 2, "num_warps": 4}
-    )
+    back = {"BT": 16, "BK": 16, "SCAN": 32, "ROWS": 8, "STAGES": 2, "GATHERS": 2, "PROGRAMS": 2, "num_warps": 4}
+    monkeypatch.setattr(tuning, "backward", lambda *_: dict(back))
     triton._plans.clear()
 
 
