@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flashot_backends.kernels.attention.pairs import Pairs, spread
+from flashot_backends.kernels.attention.pairs import Pairs, potential, spread
 
 whole = False
+one_pass = True
 
 #: Scores held at once, over all problems; a strip gets as many rows as fit.
 STRIP_SCORES = {"cpu": 1 << 20, "other": 1 << 25}
@@ -23,9 +24,19 @@ def applies(request) -> str | None:
     return None
 
 
+def prepare(pairs: Pairs) -> Pairs:
+    """Nothing to lay out."""
+    return pairs
+
+
 def lse(pairs: Pairs, w: jax.Array) -> jax.Array:
     """log Σ_j exp(S_ij + w_j), (P, n); −inf in rows without support. w: (P, m)."""
     return _over_strips(pairs, lambda strip: _logsumexp(strip.scores() + strip.columns(w)[:, None, :], -1))
+
+
+def half_step(pairs: Pairs, w, log_target, extra, guess) -> jax.Array:
+    """log_target − LSE_j(S + w), (P, n); extra: (P, n) one more term of each row's sum, or None. No use for a guess."""
+    return potential(log_target, lse(pairs, w), extra)
 
 
 def matvec(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
@@ -76,8 +87,7 @@ def full_step(pairs: Pairs, w, log_target, extra) -> tuple[jax.Array, jax.Array]
     def visit(carry, strip):
         scores = strip.scores()
         sums = _logsumexp(scores + strip.columns(w)[:, None, :], -1)
-        sums = sums if extra is None else jnp.logaddexp(sums, strip.rows(extra))
-        u = jnp.where(sums == -jnp.inf, 0, strip.rows(log_target) - sums)
+        u = potential(strip.rows(log_target), sums, None if extra is None else strip.rows(extra))
         return strip.merge(carry, scores + u[:, :, None]), u
 
     (top, total), u = _scan_strips(pairs, visit, start)

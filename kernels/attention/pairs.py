@@ -12,7 +12,7 @@ import jax.numpy as jnp
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "y", "scale", "x_ids", "y_ids", "mask", "bias"],
-    meta_fields=["window"],
+    meta_fields=["window", "packed"],
 )
 @dataclass(frozen=True)
 class Pairs:
@@ -27,6 +27,7 @@ class Pairs:
     x_ids, y_ids: (P, n) and (P, m) int32 or None: a pair is on the support only where its ids are equal.
     mask: (P or fewer, n, m) bool or None; bias: (P or fewer, n, m) or None.
     window: pairs with |i − j| > window are off the support; None for no band.
+    packed: the ids tell segments apart; else they are 0, or negative for padding, and each side can be read alone.
     """
 
     x: jax.Array
@@ -37,6 +38,7 @@ class Pairs:
     mask: jax.Array | None = None
     bias: jax.Array | None = None
     window: int | None = None
+    packed: bool = True
 
     @property
     def problems(self) -> int:
@@ -75,3 +77,9 @@ def gather(array: jax.Array, shared: int) -> jax.Array:
     if array.shape[0] == shared:
         return array
     return array.reshape(shared, -1, *array.shape[1:]).sum(1)
+
+
+def potential(log_target: jax.Array, sums: jax.Array, extra: jax.Array | None = None) -> jax.Array:
+    """log_target − log(e^sums + e^extra); 0 where both are empty. All (P, n), extra or None."""
+    sums = sums if extra is None else jnp.logaddexp(sums, extra)
+    return jnp.where(sums == -jnp.inf, 0, log_target - sums)

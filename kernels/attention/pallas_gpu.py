@@ -2,25 +2,34 @@
 
 Columns are reduced by the same kernels on the transposed pairs, because blocks cannot share a running column sum, so a
 full step is two passes. Scores are made by one function, `_score_tile`, in base 2: S · log2 e.
+
+float32 goes through the matrix units as two float16 parts of 11 bits each, three products, float32 sums: the errors of
+float32, at a third of float16's speed. (What `lax.dot_general` does with float32 in a kernel has changed from IEEE to
+TF32 between releases of jax.)
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from flashot_backends.kernels.attention.pairs import Pairs
-from flashot_backends.kernels.attention.tuning import gpu_blocks
+from flashot_backends.kernels.attention.tuning import LARGEST_BLOCK, gpu_blocks
 
 whole = False
+one_pass = False
 LOG2E = math.log2(math.e)
 LARGEST_FEATURES = 256
+# A row sum outside of these was taken around a bad guess and is taken again around its own maximum.
+TINY, HUGE = 2.0**-90, 2.0**90
 
 #: Tests run the kernels on a CPU through the interpreter.
 interpret = False
@@ -37,143 +46,320 @@ def applies(request) -> str | None:
     return None
 
 
-def lse(pairs: Pairs, w: jax.Array) -> jax.Array:
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "y", "x_unit", "y_unit", "scale", "x_ids", "y_ids"],
+    meta_fields=["rows", "columns", "features", "window", "packed"],
+)
+@dataclass(frozen=True)
+class Laid:
+    """`Pairs` as the kernels read them: tokens padded to whole blocks, features to a power of two, float32 split.
+
+    x, y: tuples of one array (P or fewer, padded, D), or of two float16 parts whose sum times the unit (P,) is the
+    original. scale: (P,) from products of parts to scores in base 2. packed: pairs whose ids differ are off the
+    support; else ids only tell padding, by being negative.
+    """
+
+    x: tuple[jax.Array, ...]
+    y: tuple[jax.Array, ...]
+    x_unit: jax.Array | None
+    y_unit: jax.Array | None
+    scale: jax.Array
+    x_ids: jax.Array | None
+    y_ids: jax.Array | None
+    rows: int
+    columns: int
+    features: int
+    window: int | None
+    packed: bool
+
+    @property
+    def problems(self) -> int:
+        """P."""
+        return self.scale.shape[0]
+
+    @property
+    def T(self) -> Laid:  # noqa: N802
+        """The same problems with rows and columns exchanged."""
+        swapped = replace(self, x=self.y, y=self.x, x_unit=self.y_unit, y_unit=self.x_unit)
+        swapped = replace(swapped, x_ids=self.y_ids, y_ids=self.x_ids)
+        return replace(swapped, rows=self.columns, columns=self.rows)
+
+
+def prepare(pairs: Pairs) -> Laid:
+    """Lay the operands out for the kernels: once for all the steps of a call."""
+    count = pairs.problems
+    x, x_unit = _parts(pairs.x, count)
+    y, y_unit = _parts(pairs.y, count)
+    ids = (None if side is None else _tokens(side, off) for side, off in ((pairs.x_ids, -1), (pairs.y_ids, -2)))
+    scale = pairs.scale * LOG2E if x_unit is None else pairs.scale * LOG2E * x_unit * y_unit
+    sizes = pairs.rows, pairs.columns, pairs.x.shape[-1], pairs.window
+    return Laid(x, y, x_unit, y_unit, scale, *ids, *sizes, pairs.packed and pairs.x_ids is not None)
+
+
+def lse(laid: Laid, w: jax.Array) -> jax.Array:
     """log Σ_j exp(S_ij + w_j), (P, n); −inf in rows without support. w: (P, m)."""
-    return _run(_lse_kernel, pairs, rows={}, columns={"w": w})[..., 0] / LOG2E
+    guess = jnp.zeros((laid.problems, laid.rows), jnp.float32)
+    return _run(_half_step_kernel, laid, rows={"guess": guess}, columns={"w": w})
 
 
-def matvec(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
+def half_step(laid: Laid, w, log_target, extra, guess) -> jax.Array:
+    """log_target − LSE_j(S + w), (P, n); 0 in rows without support.
+
+    extra: (P, n) one more term of each row's sum (the dustbin), or None. guess: (P, n), roughly the result: the sums
+    are taken around it, which saves a running maximum. A bad one costs time, not digits.
+    """
+    rows = {"guess": guess, "target": log_target} | ({} if extra is None else {"extra": extra})
+    return _run(_half_step_kernel, laid, rows, columns={"w": w})
+
+
+def matvec(laid: Laid, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
     """Σ_j exp(S_ij + u_i + w_j) z_j, (P, n). u: (P, n), w and z: (P, m)."""
-    return _run(_matvec_kernel, pairs, rows={"u": u}, columns={"w": w, "z": z})[..., 0]
+    return _run(_matvec_kernel, laid, rows={"u": u}, columns={"w": w, "z": z})
 
 
-def apply(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
+def apply(laid: Laid, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
     """Σ_j exp(S_ij + u_i + w_j) z_j, (P, n, e). z: (P or fewer, m, e)."""
-    return _run(_apply_kernel, pairs, rows={"u": u}, columns={"w": w, "values": z}, width=z.shape[-1])
+    values, unit = _parts(z, laid.problems)
+    out = _run(_apply_kernel, laid, rows={"u": u}, columns={"w": w, "values": values}, width=z.shape[-1])
+    return out if unit is None else out * unit[:, None, None]
 
 
-def pull(pairs: Pairs, u, w, left, right, x_terms, y_terms) -> jax.Array:
+def pull(laid: Laid, u, w, left, right, x_terms, y_terms) -> jax.Array:
     """Σ_j P_ij M_ij y_j with M = left rightᵀ − x_terms y_termsᵀ, (P, n, d).
 
     left: (P or fewer, n, e) and right: (P or fewer, m, e), or None; x_terms: (P, n, h), y_terms: (P, m, h).
     """
     rows = {"u": u, "terms": jnp.swapaxes(x_terms, 1, 2)}
     columns = {"w": w, "terms": jnp.swapaxes(y_terms, 1, 2)}
+    scalars = {}
     if left is not None:
-        rows, columns = {**rows, "values": left}, {**columns, "values": right}
-    return _run(_pull_kernel, pairs, rows, columns, width=pairs.x.shape[-1])
+        rows["values"], left_unit = _parts(left, laid.problems)
+        columns["values"], right_unit = _parts(right, laid.problems)
+        scalars = {} if left_unit is None else {"unit": left_unit * right_unit}
+    out = _run(_pull_kernel, laid, rows, columns, scalars, width=laid.features)
+    return out if laid.y_unit is None else out * laid.y_unit[:, None, None]
 
 
-def full_step(pairs: Pairs, w, log_target, extra) -> tuple[jax.Array, jax.Array]:
-    """u = log_target − LSE_j(S + w) and then LSE_i(S + u); see `chunked.full_step`."""
-    sums = lse(pairs, w)
-    sums = sums if extra is None else jnp.logaddexp(sums, extra)
-    u = jnp.where(sums == -jnp.inf, 0, log_target - sums)
-    return u, lse(pairs.T, u)
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def _parts(array: jax.Array, problems: int) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Padded parts (P or fewer, padded, D) and, for float32, their unit (P,)."""
+    padded = _tokens(array, 0, 1)
+    padded = jnp.pad(padded, [(0, 0), (0, 0), (0, _power(array.shape[2]) - array.shape[2])])
+    if array.dtype != jnp.float32:
+        return (padded,), None
+    largest = jnp.max(jnp.abs(padded), axis=(1, 2))
+    unit = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30))) - 14)  # parts of at most 2^14; float16 holds 2^16
+    scaled = padded / unit[:, None, None]
+    high = scaled.astype(jnp.float16)
+    low = (scaled - high.astype(jnp.float32)).astype(jnp.float16)
+    return (high, low), jnp.repeat(unit, problems // unit.shape[0])
+
+
+def _tokens(array: jax.Array, value, axis: int = -1) -> jax.Array:
+    """Pad the tokens to whole blocks."""
+    axis %= array.ndim
+    size = array.shape[axis]
+    amounts = [(0, _padded_length(size) - size if position == axis else 0) for position in range(array.ndim)]
+    return jnp.pad(array, amounts, constant_values=value) if any(after for _, after in amounts) else array
+
+
+def _padded_length(size: int) -> int:
+    block = min(LARGEST_BLOCK, _power(size))
+    return -(-size // block) * block
+
+
+def _power(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
 
 
 class _Shape(NamedTuple):
     """What a kernel needs to know before it is compiled."""
 
     n: int
-    m: int
     height: int
     width: int
     tiles: int
     window: int | None
-    ids: bool
+    packed: bool
 
 
 # --- kernels: rows are dicts of arrays on chip, columns dicts of refs -------------------------------------------------
 
 
-def _score_tile(shape: _Shape, rows, columns, scale, tile):
-    """Scores in base 2 of the resident rows with one tile of columns, −inf off the support. The one place for both."""
-    y = columns["features"][_tile(shape, tile), :]
-    scores = _dot(rows["features"], y, 1, 1) * (scale * LOG2E) + (columns["w"][_tile(shape, tile)] * LOG2E)[None, :]
-    for allowed in _support(shape, rows, columns, tile):
-        scores = jnp.where(allowed, scores, -jnp.inf)
+def _score_tile(shape: _Shape, rows, columns, scalars, tile):
+    """Scores + w in base 2 of the resident rows with one tile of columns, −inf off the support. The one place for it.
+
+    Padding needs no mask of its own: inactive columns have w = −inf, inactive rows `around` = −inf.
+    """
+    y = [ref[_tile(shape, tile), :] for ref in columns["features"]]
+    scores = _multiply(rows["features"], y, 1) * scalars["scale"]
+    scores = scores + (_column_potential(shape, columns, tile)[None, :] + rows["around"][:, None])
+    if shape.window is not None:
+        scores = _in_band(shape, rows["first"] - tile * shape.width, scores)
+    if shape.packed:
+        scores = jnp.where(rows["ids"][:, None] == columns["ids"][_tile(shape, tile)][None, :], scores, -jnp.inf)
     return scores, y
 
 
-def _support(shape: _Shape, rows, columns, tile):
-    j = tile * shape.width + lax.broadcasted_iota(jnp.int32, (shape.height, shape.width), 1)
-    if shape.m % shape.width:
-        yield j < shape.m
-    if shape.window is not None:
-        i = rows["first"] + lax.broadcasted_iota(jnp.int32, (shape.height, shape.width), 0)
-        yield jnp.abs(i - j) <= shape.window
-    if shape.ids:
-        yield rows["ids"][:, None] == columns["ids"][_tile(shape, tile)][None, :]
+def _column_potential(shape: _Shape, columns, tile):
+    w = columns["w"][_tile(shape, tile)] * LOG2E
+    if shape.packed or "ids" not in columns:
+        return w
+    return jnp.where(columns["ids"][_tile(shape, tile)] >= 0, w, -jnp.inf)
+
+
+def _in_band(shape: _Shape, offset, scores):
+    """−inf where |i − j| > window; offset: i − j of the first pair. Tiles well inside the band are left alone."""
+
+    def edge(scores):
+        i = offset + shape.window + lax.broadcasted_iota(jnp.int32, (shape.height, 1), 0)
+        j = lax.broadcasted_iota(jnp.int32, (1, shape.width), 1)
+        inside = lax.convert_element_type(i - j, jnp.uint32) <= 2 * shape.window  # what is below 0 becomes large
+        return jnp.where(inside, scores, -jnp.inf)
+
+    inner = (offset + shape.height - 1 <= shape.window) & (offset - shape.width + 1 >= -shape.window)
+    return lax.cond(inner, lambda scores: scores, edge, scores)
 
 
 def _tile(shape: _Shape, tile):
     return pl.ds(tile * shape.width, shape.width)
 
 
-def _dot(left, right, left_axis, right_axis):
-    return lax.dot_general(left, right, (((left_axis,), (right_axis,)), ((), ())), preferred_element_type=jnp.float32)
+def _dot(left, right, right_axis):
+    return lax.dot_general(left, right, (((1,), (right_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _multiply(left, right, right_axis):
+    """left (height, k) times right, contracted over `right_axis`; both in parts, the smallest products first."""
+    if len(left) == 1:
+        return _dot(left[0], right[0], right_axis)
+    total = _dot(left[1], right[0], right_axis)
+    total = total + _dot(left[0], right[1], right_axis)
+    return total + _dot(left[0], right[0], right_axis)
+
+
+def _multiply_tile(tile, right):
+    """A float32 tile times right, whose parts set the precision. Rows are brought into float16's range and back."""
+    if len(right) == 1:
+        return _dot(tile.astype(right[0].dtype), right[0], 0)
+    largest = jnp.maximum(jnp.max(jnp.abs(tile), axis=1), 1e-30)
+    scaled = tile * (8192 / largest)[:, None]
+    high = scaled.astype(jnp.float16)
+    low = (scaled - high.astype(jnp.float32)).astype(jnp.float16)
+    return _multiply([high, low], right, 0) * (largest / 8192)[:, None]
+
+
+def _exp2(x):
+    """One instruction; the library's exp2 spends three more on results below 2^−126, which are 0 here."""
+    if interpret:
+        return jnp.exp2(x)
+    from jax.experimental.pallas import triton
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return triton.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
+    )[0]
 
 
 def _stream(shape: _Shape, rows, body, start):
     """Fold `body` over the column tiles that the band of these rows reaches."""
     if shape.window is None:
-        return lax.fori_loop(0, shape.tiles, body, start)
+        return lax.fori_loop(np.int32(0), np.int32(shape.tiles), body, start)
     first = rows["first"]
     low = jnp.maximum(first - shape.window, 0) // shape.width
     high = jnp.minimum((first + shape.height - 1 + shape.window) // shape.width + 1, shape.tiles)
     return lax.fori_loop(low, high, body, start)
 
 
-def _lse_kernel(shape: _Shape, rows, columns, scale, out):
+def _half_step_kernel(shape: _Shape, rows, columns, scalars, out):
+    around = _around(shape, rows, rows["guess"])
+
+    def body(tile, total):
+        scores, _ = _score_tile(shape, {**rows, "around": around}, columns, scalars, tile)
+        return total + jnp.sum(_exp2(scores), axis=1)
+
+    total = _stream(shape, rows, body, jnp.zeros((shape.height,), jnp.float32))
+    sound = (total > TINY) & (total < HUGE) | (around == -jnp.inf)
+    again = jnp.min(sound.astype(jnp.int32)) == 0
+    top, total = lax.cond(again, lambda: _around_maximum(shape, rows, columns, scalars), lambda: (0 - around, total))
+    out[...] = _potential(rows, top, total)
+
+
+def _around(shape: _Shape, rows, potential):
+    """The potential in base 2, −inf in rows that take no part."""
+    active = rows["first"] + lax.broadcasted_iota(jnp.int32, (shape.height,), 0) < shape.n
+    active = active & (rows["ids"] >= 0) if "ids" in rows else active
+    return jnp.where(active, potential * LOG2E, -jnp.inf)
+
+
+def _around_maximum(shape: _Shape, rows, columns, scalars):
+    """(top, total) with Σ_j 2^score = total · 2^top."""
+    rows = {**rows, "around": _around(shape, rows, jnp.zeros((shape.height,), jnp.float32))}
+
     def body(tile, carry):
         top, total = carry
-        scores, _ = _score_tile(shape, rows, columns, scale, tile)
+        scores, _ = _score_tile(shape, rows, columns, scalars, tile)
         new = jnp.maximum(top, jnp.max(scores, axis=1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
-        return new, total * jnp.exp2(top - safe) + jnp.sum(jnp.exp2(scores - safe[:, None]), axis=1)
+        return new, total * _exp2(top - safe) + jnp.sum(_exp2(scores - safe[:, None]), axis=1)
 
     start = jnp.full((shape.height,), -jnp.inf, jnp.float32), jnp.zeros((shape.height,), jnp.float32)
-    top, total = _stream(shape, rows, body, start)
-    out[...] = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return _stream(shape, rows, body, start)
 
 
-def _plan_tile(shape: _Shape, rows, columns, scale, tile):
-    scores, y = _score_tile(shape, rows, columns, scale, tile)
-    return jnp.exp2(scores + (rows["u"] * LOG2E)[:, None]), y
+def _potential(rows, top, total):
+    sums = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    if "extra" in rows:
+        extra = rows["extra"] * LOG2E
+        higher = jnp.maximum(jnp.maximum(sums, extra), -1e30)
+        both = jnp.exp2(sums - higher) + jnp.exp2(extra - higher)
+        sums = jnp.where(both > 0, higher + jnp.log2(jnp.where(both > 0, both, 1.0)), -jnp.inf)
+    if "target" not in rows:
+        return sums / LOG2E
+    return jnp.where(sums == -jnp.inf, 0.0, rows["target"] - sums / LOG2E)
 
 
-def _matvec_kernel(shape: _Shape, rows, columns, scale, out):
-    def body(tile, total):
-        plan, _ = _plan_tile(shape, rows, columns, scale, tile)
-        return total + jnp.sum(plan * columns["z"][_tile(shape, tile)][None, :], axis=1)
+def _accumulate(part):
+    """A kernel that sums part(plan tile, …) over the tiles of a strip."""
 
-    out[...] = _stream(shape, rows, body, jnp.zeros((shape.height,), jnp.float32))
+    @functools.wraps(part)
+    def kernel(shape: _Shape, rows, columns, scalars, out):
+        rows = {**rows, "around": _around(shape, rows, rows["u"])}
 
+        def body(tile, total):
+            scores, y = _score_tile(shape, rows, columns, scalars, tile)
+            return total + part(shape, _exp2(scores), y, rows, columns, scalars, tile)
 
-def _apply_kernel(shape: _Shape, rows, columns, scale, out):
-    def body(tile, total):
-        plan, _ = _plan_tile(shape, rows, columns, scale, tile)
-        values = columns["values"][_tile(shape, tile), :]
-        return total + _dot(plan.astype(values.dtype), values, 1, 0)
+        out[...] = _stream(shape, rows, body, jnp.zeros(out.shape, jnp.float32))
 
-    out[...] = _stream(shape, rows, body, jnp.zeros(out.shape, jnp.float32))
-
-
-def _pull_kernel(shape: _Shape, rows, columns, scale, out):
-    def body(tile, total):
-        plan, y = _plan_tile(shape, rows, columns, scale, tile)
-        gradient = plan * _cotangent(shape, rows, columns, tile)
-        return total + _dot(gradient.astype(y.dtype), y, 1, 0)
-
-    out[...] = _stream(shape, rows, body, jnp.zeros(out.shape, jnp.float32))
+    return kernel
 
 
-def _cotangent(shape: _Shape, rows, columns, tile):
+@_accumulate
+def _matvec_kernel(shape: _Shape, plan, y, rows, columns, scalars, tile):
+    return jnp.sum(plan * columns["z"][_tile(shape, tile)][None, :], axis=1)
+
+
+@_accumulate
+def _apply_kernel(shape: _Shape, plan, y, rows, columns, scalars, tile):
+    return _multiply_tile(plan, [ref[_tile(shape, tile), :] for ref in columns["values"]])
+
+
+@_accumulate
+def _pull_kernel(shape: _Shape, plan, y, rows, columns, scalars, tile):
+    return _multiply_tile(plan * _cotangent(shape, rows, columns, scalars, tile), y)
+
+
+def _cotangent(shape: _Shape, rows, columns, scalars, tile):
     """left rightᵀ − Σ_h x_h y_hᵀ, the small sum in float32 whatever the inputs' dtype."""
     total = jnp.zeros((shape.height, shape.width), jnp.float32)
     if "values" in rows:
-        total = _dot(rows["values"], columns["values"][_tile(shape, tile), :], 1, 1)
+        values = [ref[_tile(shape, tile), :] for ref in columns["values"]]
+        total = _multiply(rows["values"], values, 1)
+        total = total * scalars["unit"] if "unit" in scalars else total
     for term, near in enumerate(rows["terms"]):
         total = total - near[:, None] * columns["terms"][term, _tile(shape, tile)][None, :]
     return total
@@ -182,46 +368,63 @@ def _cotangent(shape: _Shape, rows, columns, tile):
 # --- launching -------------------------------------------------------------------------------------------------------
 
 
-def _run(kernel, pairs: Pairs, rows: dict, columns: dict, width: int = 0) -> jax.Array:
-    """Launch over (row tiles, problems); returns (P, n, 1) or (P, n, width)."""
-    height, breadth, warps, stages = gpu_blocks(pairs.x.dtype, max(pairs.x.shape[-1], width), kernel is _lse_kernel)
-    height, breadth = min(height, _power(pairs.rows)), min(breadth, _power(pairs.columns))
-    rows, columns = {**rows, "features": pairs.x}, {**columns, "features": pairs.y}
-    if pairs.x_ids is not None:
-        rows, columns = {**rows, "ids": pairs.x_ids}, {**columns, "ids": pairs.y_ids}
-    rows = {name: _padded(name, part, height) for name, part in rows.items()}
-    columns = {name: _padded(name, part, breadth) for name, part in columns.items()}
-    padded = rows["features"].shape[1]
-    tiles = columns["features"].shape[1] // breadth
-    shape = _Shape(pairs.rows, pairs.columns, height, breadth, tiles, pairs.window, pairs.x_ids is not None)
-    specs = [_row_spec(name, part, height, pairs.problems) for name, part in rows.items()]
-    specs += [_column_spec(part, pairs.problems) for part in columns.values()]
-    out = (pairs.problems, padded) if width == 0 else (pairs.problems, padded, _power(width))
-    result = pl.pallas_call(
-        functools.partial(_entry, kernel, shape, tuple(rows), tuple(columns)),
+def _run(kernel, laid: Laid, rows: dict, columns: dict, scalars: dict | None = None, width: int = 0) -> jax.Array:
+    """Launch over (row tiles, problems); returns (P, n) or (P, n, width)."""
+    rows = {name: _operand(part, 0) for name, part in rows.items()} | {"features": laid.x}
+    columns = {name: _operand(part, -jnp.inf if name == "w" else 0) for name, part in columns.items()}
+    columns["features"] = laid.y
+    if laid.x_ids is not None:
+        rows, columns = {**rows, "ids": laid.x_ids}, {**columns, "ids": laid.y_ids}
+    padded = laid.x[0].shape[1], laid.y[0].shape[1]
+    blocks = gpu_blocks(kernel.__name__, len(laid.x), max(laid.features, width), laid.problems, *padded)
+    scalars = {"scale": laid.scale, **(scalars or {})}
+    setting = blocks, laid.rows, laid.window, laid.packed, width and _power(width), interpret
+    out = _launch(kernel, *setting, scalars, rows, columns)
+    return out[:, : laid.rows, :width] if width else out[:, : laid.rows]
+
+
+def _operand(part, value):
+    return part if isinstance(part, tuple) else _tokens(part, value)
+
+
+@functools.partial(jax.jit, static_argnums=range(7))
+def _launch(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns):
+    """Jitted on its own, so that the half-steps of a call share one trace."""
+    height, breadth, warps, stages = blocks
+    (problems,), padded = scalars["scale"].shape, rows["features"][0].shape[1]
+    shape = _Shape(n, height, breadth, columns["features"][0].shape[1] // breadth, window, packed)
+    groups = scalars, rows, columns
+    specs = (
+        jax.tree.map(lambda _: pl.BlockSpec((1,), lambda i, p: (p,)), scalars),
+        {name: jax.tree.map(functools.partial(_row_spec, name, height, problems), part) for name, part in rows.items()},
+        jax.tree.map(lambda part: _column_spec(part, problems), columns),
+    )
+    leaves, structure = jax.tree.flatten(groups)
+    out = (problems, padded, width) if width else (problems, padded)
+    return pl.pallas_call(
+        functools.partial(_entry, kernel, shape, structure),
         out_shape=jax.ShapeDtypeStruct(out, jnp.float32),
-        grid=(padded // height, pairs.problems),
-        in_specs=[pl.BlockSpec((1,), lambda i, p: (p,)), *specs],
-        out_specs=pl.BlockSpec((None, height, *out[2:]), lambda i, p: (p, i) if width == 0 else (p, i, 0)),
+        grid=(padded // height, problems),
+        in_specs=jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, pl.BlockSpec)),
+        out_specs=pl.BlockSpec((None, height, *out[2:]), lambda i, p: (p, i, 0) if width else (p, i)),
         compiler_params=_compiler_params(warps, stages),
-        interpret=interpret,
+        interpret=interpreted,
         name=kernel.__name__.strip("_"),
-    )(pairs.scale, *rows.values(), *columns.values())
-    return result[:, : pairs.rows, None] if width == 0 else result[:, : pairs.rows, :width]
+    )(*leaves)
 
 
-def _entry(kernel, shape, row_names, column_names, scale, *refs):
-    inputs, out = refs[:-1], refs[-1]
-    split = len(row_names)
-    rows = {name: _resident(name, ref) for name, ref in zip(row_names, inputs[:split], strict=True)}
+def _entry(kernel, shape, structure, *refs):
+    scalars, rows, columns = jax.tree.unflatten(structure, refs[:-1])
+    rows = {name: _resident(name, part) for name, part in rows.items()}
     rows["first"] = pl.program_id(0) * shape.height  # read here: the interpreter knows it only outside of loops
-    columns = dict(zip(column_names, inputs[split:], strict=True))
-    kernel(shape, rows, columns, scale[0], out)
+    kernel(shape, rows, columns, {name: ref[0] for name, ref in scalars.items()}, refs[-1])
 
 
-def _resident(name, ref):
+def _resident(name, part):
     """Read once, before the stream; the terms one by one, since their number need not be a power of two."""
-    return [ref[term, :] for term in range(ref.shape[0])] if name == "terms" else ref[...]
+    if name == "terms":
+        return [part[term, :] for term in range(part.shape[0])]
+    return [ref[...] for ref in part] if isinstance(part, tuple) else part[...]
 
 
 def _compiler_params(warps: int, stages: int) -> Any:
@@ -231,21 +434,7 @@ def _compiler_params(warps: int, stages: int) -> Any:
     return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
-def _padded(name: str, array: jax.Array, block: int) -> jax.Array:
-    """Tokens to a multiple of the block, features to a power of two; zeros there are harmless or masked."""
-    token_axis = 2 if name == "terms" else 1
-    amounts = [(0, 0)] * array.ndim
-    amounts[token_axis] = (0, -array.shape[token_axis] % block)
-    if name in ("features", "values"):
-        amounts[2] = (0, _power(array.shape[2]) - array.shape[2])
-    return jnp.pad(array, amounts) if any(after for _, after in amounts) else array
-
-
-def _power(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _row_spec(name: str, array: jax.Array, height: int, problems: int):
+def _row_spec(name: str, height: int, problems: int, array: jax.Array):
     shared = problems // array.shape[0]
     if name == "terms":
         return pl.BlockSpec((None, array.shape[1], height), lambda i, p: (p // shared, 0, i))

@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flashot_backends.kernels.attention.pairs import Pairs
+from flashot_backends.kernels.attention.pairs import Pairs, potential
 
 whole = False
+one_pass = True
 LARGEST_FEATURES = 512
 
 #: Bytes of scores that one strip may keep, and what a kernel may use in all.
@@ -40,9 +41,19 @@ def applies(request) -> str | None:
     return None
 
 
+def prepare(pairs: Pairs) -> Pairs:
+    """Nothing to lay out once and for all."""
+    return pairs
+
+
 def lse(pairs: Pairs, w: jax.Array) -> jax.Array:
     """log Σ_j exp(S_ij + w_j), (P, n); −inf in rows without support. w: (P, m)."""
     return _run(_lse_kernel, pairs, rows={}, columns={"w": w})
+
+
+def half_step(pairs: Pairs, w, log_target, extra, guess) -> jax.Array:
+    """log_target − LSE_j(S + w), (P, n); extra: (P, n) one more term of each row's sum, or None. No use for a guess."""
+    return potential(log_target, lse(pairs, w), extra)
 
 
 def matvec(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
@@ -72,9 +83,7 @@ def full_step(pairs: Pairs, w, log_target, extra) -> tuple[jax.Array, jax.Array]
     shape = _shape(pairs)
     if 4 * shape.height * shape.width * shape.reach <= STRIP_BYTES:
         return _one_pass(shape, pairs, w, log_target, extra)
-    sums = lse(pairs, w)
-    sums = sums if extra is None else jnp.logaddexp(sums, extra)
-    u = jnp.where(sums == -jnp.inf, 0, log_target - sums)
+    u = half_step(pairs, w, log_target, extra, None)
     return u, lse(pairs.T, u)
 
 

@@ -60,6 +60,11 @@ def _with_border(scores, support, border):
     return jnp.where(outside, scores, 0), outside
 
 
+def prepare(pairs: Pairs) -> Pairs:
+    """Nothing to lay out."""
+    return pairs
+
+
 def lse(pairs: Pairs, w: jax.Array) -> jax.Array:
     """log Σ_j exp(S_ij + w_j), (P, n); −inf in rows without support."""
     scores, support = dense_scores(pairs)

@@ -231,6 +231,7 @@ def _pairs(plan: Layout, q, k, options: Options, massive) -> Pairs:
     return Pairs(
         plan.fold(q, 2), plan.fold(k, 2), scale, *support[:2], support.mask,
         _bias(plan, options.bias, unit, n, m), _window(options.window, max(n, m)),
+        packed=options.segments is not None,
     )  # fmt: skip
 
 

@@ -50,34 +50,39 @@ def forward(kernel, schedule, problem):
 
 
 def _views(kernel, problem: Problem) -> dict[str, Bordered]:
-    rows = Bordered(kernel, problem.pairs, problem.border)
+    rows = Bordered(kernel, kernel.prepare(problem.pairs), problem.border)
     return {"rows": rows, "columns": rows.T}
 
 
 def run(views, schedule: Schedule, problem: Problem) -> tuple[jax.Array, ...]:
     """The ladder w_0 … w_H: w_0 after the stopped base, then one potential for each half-step of the tail."""
     targets = {"rows": problem.log_a, "columns": problem.log_b}
-    w = lax.stop_gradient(_base(views, schedule, targets))
-    ladder, side, other = [w], schedule.tail_sides[0], OTHER[schedule.tail_sides[0]]
+    side, other = schedule.tail_sides[0], OTHER[schedule.tail_sides[0]]
+    near, w = lax.stop_gradient(_base(views, schedule, targets))
+    ladder = [w]
     for _ in range(schedule.tail // 2):
-        ladder += views[side].full_step(targets[side], targets[other], ladder[-1])
+        ladder += views[side].full_step(targets[side], targets[other], ladder[-1], near)
+        near = ladder[-2]
     if schedule.tail % 2:
-        ladder.append(views[side].half_step(targets[side], ladder[-1]))
+        ladder.append(views[side].half_step(targets[side], ladder[-1], near))
     return tuple(ladder)
 
 
-def _base(views, schedule: Schedule, targets) -> jax.Array:
-    """The potential that the tail starts from, on the side opposite to its first half-step."""
-    side = schedule.tail_sides[0]
-    other = OTHER[side]
+def _base(views, schedule: Schedule, targets) -> tuple[jax.Array, jax.Array]:
+    """Potentials that the tail starts from: on the side of its first half-step, only a guess, and on the other."""
+    side, other = schedule.tail_sides[0], OTHER[schedule.tail_sides[0]]
+    near, w = jnp.zeros_like(targets[side]), jnp.zeros_like(targets[other])
     if schedule.base == 0:
-        return jnp.zeros_like(targets[other])
-    w = jnp.zeros_like(targets[other])
+        return near, w
     if schedule.base % 2:
-        w = views[other].half_step(targets[other], jnp.zeros_like(targets[side]))
-    step = views[side].full_step
-    w = lax.fori_loop(0, schedule.base // 2, lambda _, w: step(targets[side], targets[other], w)[1], w)
-    return w - w.mean(1, keepdims=True)
+        w = views[other].half_step(targets[other], near, w)
+
+    def step(_, potentials):
+        return views[side].full_step(targets[side], targets[other], potentials[1], potentials[0])
+
+    near, w = lax.fori_loop(0, schedule.base // 2, step, (near, w))
+    shift = w.mean(1, keepdims=True)
+    return near + shift, w - shift
 
 
 def _final(schedule: Schedule, ladder):
@@ -193,12 +198,12 @@ def _pull_back(kernel, schedule, problem, ladder, cotangents, adjoint) -> Proble
 def _pairs_gradient(kernel, problem: Problem, groups, d_out):
     pairs = problem.pairs
     n, m = pairs.rows, pairs.columns
-    dx = dy = bias = 0
+    laid, dx, dy, bias = kernel.prepare(pairs), 0, 0, 0
     for group in groups:
         u, v, x, y = group.u[:, :n], group.v[:, :m], group.x[:, :n], group.y[:, :m]
         left, right = (d_out, problem.values) if group.direct else (None, None)
-        dx = dx + kernel.pull(pairs, u, v, left, right, x, y)
-        dy = dy + kernel.pull(pairs.T, v, u, right, left, y, x)
+        dx = dx + kernel.pull(laid, u, v, left, right, x, y)
+        dy = dy + kernel.pull(laid.T, v, u, right, left, y, x)
         if pairs.bias is not None:
             bias = bias + kernel.score_gradient(pairs, u, v, left, right, x, y)
     scale = pairs.scale[:, None, None]
@@ -213,7 +218,7 @@ def _pairs_gradient(kernel, problem: Problem, groups, d_out):
 
 def _like(pairs, **gradients):
     blank = dict.fromkeys(("x_ids", "y_ids", "mask"))
-    return type(pairs)(**gradients, **blank, window=pairs.window)
+    return type(pairs)(**gradients, **blank, window=pairs.window, packed=pairs.packed)
 
 
 def _shared(gradient, original):

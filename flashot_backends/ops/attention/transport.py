@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashot_backends.kernels.attention.pairs import Pairs
+from flashot_backends.kernels.attention.pairs import Pairs, potential
 from flashot_backends.ops.attention.problem import Border
 
 
@@ -25,30 +25,28 @@ class Bordered:
         """The same scores seen from the columns."""
         return Bordered(self.kernel, self.pairs.T, None if self.border is None else self.border.T)
 
-    def half_step(self, log_target: jax.Array, w: jax.Array) -> jax.Array:
-        """log target − log-sum-exp of the rows; 0 in rows without support."""
-        return _potential(log_target, self.lse(w))
+    def half_step(self, log_target: jax.Array, w: jax.Array, guess: jax.Array) -> jax.Array:
+        """log target − log-sum-exp of the rows; 0 in rows without support. guess: about what it will be."""
+        if self.border is None:
+            return self.kernel.half_step(self.pairs, w, log_target, None, guess)
+        border, n, m = self.border, self.pairs.rows, self.pairs.columns
+        extra = border.right + w[:, m:]
+        u = self.kernel.half_step(self.pairs, w[:, :m], log_target[:, :n], extra, guess[:, :n])
+        return jnp.concatenate([u, potential(log_target[:, n:], _below_lse(border, w))], 1)
 
-    def full_step(self, log_target: jax.Array, log_other: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def full_step(self, log_target, log_other, w, guess) -> tuple[jax.Array, jax.Array]:
         """A half-step on the rows and the half-step on the columns that follows: (rows, columns)."""
+        if not self.kernel.one_pass:
+            u = self.half_step(log_target, w, guess)
+            return u, self.T.half_step(log_other, u, w)
         if self.border is None:
             u, sums = self.kernel.full_step(self.pairs, w, log_target, None)
-            return u, _potential(log_other, sums)
+            return u, potential(log_other, sums)
         border, m = self.border, self.pairs.columns
-        inner = w[:, :m]
-        u, sums = self.kernel.full_step(self.pairs, inner, log_target[:, :-1], border.right + w[:, m:])
-        last = _potential(log_target[:, -1:], _below_lse(border, w))
-        u = jnp.concatenate([u, last], 1)
-        sums = jnp.logaddexp(sums, border.below + last)
-        return u, _potential(log_other, jnp.concatenate([sums, _below_lse(border.T, u)], 1))
-
-    def lse(self, w: jax.Array) -> jax.Array:
-        """Log-sum-exp of scores + w over the columns, dustbin included."""
-        if self.border is None:
-            return self.kernel.lse(self.pairs, w)
-        m = self.pairs.columns
-        rows = jnp.logaddexp(self.kernel.lse(self.pairs, w[:, :m]), self.border.right + w[:, m:])
-        return jnp.concatenate([rows, _below_lse(self.border, w)], 1)
+        u, sums = self.kernel.full_step(self.pairs, w[:, :m], log_target[:, :-1], border.right + w[:, m:])
+        last = potential(log_target[:, -1:], _below_lse(border, w))
+        u, sums = jnp.concatenate([u, last], 1), jnp.logaddexp(sums, border.below + last)
+        return u, potential(log_other, jnp.concatenate([sums, _below_lse(border.T, u)], 1))
 
     def matvec(self, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
         """Plan of the potentials (u, w) times z, dustbin included."""
@@ -76,7 +74,3 @@ class Bordered:
 def _below_lse(border: Border, w: jax.Array) -> jax.Array:
     scores = jnp.concatenate([border.below, border.corner[:, None]], 1) + w
     return jax.nn.logsumexp(scores, axis=1, keepdims=True)
-
-
-def _potential(log_target: jax.Array, sums: jax.Array) -> jax.Array:
-    return jnp.where(sums == -jnp.inf, 0, log_target - sums)

@@ -138,6 +138,21 @@ def test_masks_of_every_shape_agree(x64):
         assert jnp.abs(sinkhorn_attention(q, k, v, backend="chunked", **options) - wanted).max() < 1e-13
 
 
+@pytest.mark.parametrize("m", [11, 4, 30])
+def test_tokens_out_of_reach_take_no_part(x64, m):
+    """A band beside padding, or a rectangular one, leaves tokens without a partner; a dense mask says the same."""
+    q, k, v = cases.tokens(m=m)
+    keep = jnp.arange(m) < jnp.asarray([m - 3, m])[:, None]
+    rows = jnp.arange(11) < jnp.asarray([11, 9])[:, None]
+    near = abs(jnp.arange(11)[:, None] - jnp.arange(m)) <= 2
+    options = {"base_steps": 3, "backend": "chunked"}
+    got = sinkhorn_attention(q, k, v, window=2, query_mask=rows, key_mask=keep, **options)
+    wanted = sinkhorn_attention(q, k, v, mask=near & rows[:, :, None] & keep[:, None, :], **options)
+    assert jnp.abs(got - wanted).max() < 1e-12
+    if m == 4:
+        assert (got[:, 7:] == 0).all()
+
+
 def test_a_fully_masked_row_gives_zeros(x64):
     q, k, v = cases.tokens(lead=())
     mask = jnp.ones((11, 11), bool).at[3].set(False)

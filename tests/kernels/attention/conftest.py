@@ -1,0 +1,1 @@
+from tests.ops.attention.conftest import x64  # noqa: F401
