@@ -48,7 +48,7 @@ def select(operation: str, request: Any, backend: str | Sequence[str] | None = N
         request: has ``array`` (``"torch"``, ``"jax"``, ``"numpy"``), ``device`` (``"cpu"``, ``"cuda"``, ...) and what
             else the operation's kernels look at in ``applies``.
         backend: one kernel name, which must apply; or an ordered sequence of names; or ``None`` for the setting
-            ``backend``, and without one for every kernel by priority.
+            ``backend``, and for every kernel by priority where that is unset or names none for such arrays.
 
     Raises ``BackendError`` when a name is unknown, when the one named kernel does not apply, or when none does.
     """
@@ -95,14 +95,15 @@ def _plan(key: tuple[Any, ...]) -> list[_Candidate]:
         version = registry().version
         if _version != version:
             _plans.clear()
-        specs = _named(operation, names, from_settings)
-        plan = [_candidate(spec, array, device, names is not None) for spec in specs]
+        specs = _named(operation, array, names, from_settings)
+        named = names is not None and all(spec.name in names for spec in specs)
+        plan = [_candidate(spec, array, device, named) for spec in specs]
         _plans[key] = plan
         _version = version
         return plan
 
 
-def _named(operation: str, names: Any, from_settings: bool) -> list[KernelSpec]:
+def _named(operation: str, array: str, names: Any, from_settings: bool) -> list[KernelSpec]:
     specs = registry().kernels(operation)
     if not specs:
         known = {spec.operation for spec in registry().kernels()}
@@ -115,7 +116,12 @@ def _named(operation: str, names: Any, from_settings: bool) -> list[KernelSpec]:
     for name in names:
         if name not in by_name and name not in elsewhere:
             raise BackendError(f"{operation} has no kernel named {name!r}.{suggestion(name, by_name)}")
-    return [by_name[name] for name in names if name in by_name]
+    chosen = [by_name[name] for name in names if name in by_name]
+    if from_settings and not any(array in spec.arrays for spec in chosen):  # the setting is about something else
+        said = f"the setting backend names no kernel for {array} arrays ({', '.join(names)})"
+        _say(operation, array, *names, line=f"{operation}: {said}; by priority then")
+        return specs
+    return chosen
 
 
 def _candidate(spec: KernelSpec, array: str, device: str, named: bool) -> _Candidate:
@@ -209,5 +215,5 @@ def _say(*key: str, line: str | None = None) -> None:
 
 def _nothing_applies(operation: str, request: Any, plan: list[_Candidate]) -> str:
     reasons = [f"\n  {c.name}: {c.refusal or _refusal(c.kernel, request)}" for c in plan]
-    tail = "".join(reasons) or "\n  the setting backend names no kernel of this operation"
+    tail = "".join(reasons) or "\n  backend names no kernel"
     return f"{operation}: no kernel applies to {request.array} arrays on {request.device}:{tail}"

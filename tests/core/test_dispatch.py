@@ -101,13 +101,17 @@ def test_unknown_names_suggest_the_nearest(operation, add):
         select(operation, TORCH_CPU)
 
 
-def test_a_setting_may_name_kernels_of_other_operations(operation, add):
+def test_a_setting_may_name_kernels_of_other_operations(operation, add, caplog):
     torch = add("torch", Kernel())
     dispatch.register(other := KernelSpec(operation + "-b", "elsewhere", "nowhere", frozenset({"torch"})), Kernel())
     with use(backend=["elsewhere", "torch"]):
         assert select(operation, TORCH_CPU) is torch
-    with use(backend=["elsewhere"]), pytest.raises(BackendError, match="names no kernel of this operation"):
-        select(operation, TORCH_CPU)
+    add("other", Kernel("no"), 9, arrays=("jax",))
+    with use(backend=["elsewhere"], fallback="error"), caplog.at_level(logging.INFO, "flashot_backends"):
+        assert [select(operation, TORCH_CPU) for _ in range(3)] == [torch] * 3
+    assert sum("names no kernel for torch arrays (elsewhere)" in line for line in caplog.messages) == 1
+    with use(backend=["other"]):
+        assert select(operation, TORCH_CPU) is torch
     with pytest.raises(BackendError, match="no kernel named 'elsewhere'"):
         select(operation, TORCH_CPU, ["elsewhere", "torch"])
     dispatch.unregister(other)
