@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arrays import restorer, to_torch
 from ..sinkhorn.control import backend_names
 from ..sinkhorn.costs import PointCloud, broadcast_batch
 from ..sinkhorn.problem import flatten, weights
@@ -34,7 +35,7 @@ class Clouds(NamedTuple):
 
 def clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
     """Check points and weights (not the values, which cost a pass over the data) and flatten their batch."""
-    cost = PointCloud(x, y)
+    cost = PointCloud(to_torch(x, "x"), to_torch(y, "y"))
     n, m = cost.shape[-2:]
     if n == 0 or m == 0:
         raise ValueError(f"x has {n} points and y {m}; accepted is at least one each")
@@ -43,7 +44,7 @@ def clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
     parts = cost.x, a_, cost.y, b_
     tails = (n, cost.x.shape[-1]), (n,), (m, cost.x.shape[-1]), (m,)
     flat = tuple(flatten(part, batch, tail) for part, tail in zip(parts, tails, strict=True))
-    return Clouds(flat, batch, cost.restore)  # type: ignore[arg-type]
+    return Clouds(flat, batch, restorer(x))  # type: ignore[arg-type]
 
 
 def settings(
