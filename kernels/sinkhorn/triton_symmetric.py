@@ -229,15 +229,12 @@ class Plan:
     def __init__(self, descent: Descent, sloped: bool):
         prepared, n, m = descent.prepared, descent.n, descent.m
         all_rows = descent.batch * descent.parts_of_clouds // 2 * (n + m)
-        shape = launch_shape(prepared.kind, prepared.width, all_rows, descent.device)
-        if sloped:
-            shape = SLOPED if descent.d <= 3 else SLOPED_MANY
+        shape = shape_for(prepared, all_rows, sloped, descent.device)
         self.tiles_x, self.tiles_y = -(-n // shape.rows), -(-m // shape.rows)
         blocks_of_rows = descent.batch * descent.parts_of_clouds // 2 * (self.tiles_x + self.tiles_y)
         self.tiles_each = splits_for(shape, blocks_of_rows, max(n, m), descent.device)[1]
-        self.splits_x, self.splits_y = (
-            -(-(-(-count // shape.columns)) // self.tiles_each) for count in (n, m)
-        )
+        each = shape.columns * self.tiles_each
+        self.splits_x, self.splits_y = -(-n // each), -(-m // each)
         self.most_tiles = max(self.tiles_x, self.tiles_y)
         splits = max(self.splits_x, self.splits_y)
         sums = 1 + (descent.d if sloped else 0)
@@ -248,6 +245,13 @@ class Plan:
         self.constants = (kind, rest[0], descent.p, *rest[1:], shape.rows, shape.columns, shape.stages, sloped)
         limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
         self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
+
+
+def shape_for(prepared: Prepared, rows: int, sloped: bool, device: torch.device) -> Shape:
+    """The tile of one program, for so many rows in all."""
+    if sloped:
+        return SLOPED if prepared.width <= 3 else SLOPED_MANY
+    return launch_shape(prepared.kind, prepared.width, rows, device)
 
 
 def _constants(prepared: Prepared, precision: str) -> tuple[int, int, int, int]:

@@ -114,28 +114,6 @@ def test_strips_smaller_than_the_problem(monkeypatch):
                 torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("needs", ["xyab", "x", "y", ""])
-@pytest.mark.parametrize("debias", [True, False])
-@pytest.mark.parametrize("reach", [None, 0.3])
-def test_all_softmins_in_one_batch(monkeypatch, reach, debias, needs):
-    """As on a card, for clouds of one size and of two."""
-    from flashot_backends.ops.divergence import stacked
-
-    for n, m, B in ((12, 12, 2), (10, 12, 3), (13, 12, 1)):
-        inputs = dict(zip("xyab", problem(n, m, batch=(B,)), strict=True))
-        wanted = [inputs[name].requires_grad_() for name in needs]
-
-        def run(inputs=inputs, wanted=wanted):
-            value = sinkhorn_divergence(**inputs, reach=reach, debias=debias, diameter="each")
-            potentials = sinkhorn_potentials(**inputs, reach=reach, debias=debias)
-            return (value, *potentials, *(torch.autograd.grad(value.sum(), wanted) if wanted else ()))
-
-        apart = run()
-        with monkeypatch.context() as patch:
-            patch.setattr(stacked, "applies", lambda *arguments: True)
-            torch.testing.assert_close(run(), apart, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize("p", [1, 2])
 def test_steep_descents_and_small_blurs_stay_right(p):
     """A factor of a hundred between temperatures leaves the range in which one exponential serves both updates."""

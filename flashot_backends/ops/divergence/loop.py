@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import dispatch
+from ...config import settings as session
 from ..sinkhorn.problem import log_weights
-from ..sinkhorn.solver import make_operator
-from . import stacked
-from .schedule import Settings, Step, descent
+from ..sinkhorn.solver import Request, _names, make_operator
+from .schedule import Settings, Step, damping, descent, lists, together
 
 
 class Side(NamedTuple):
@@ -47,11 +48,13 @@ def anneal(
     backend: str,
 ) -> tuple[Side, Side]:
     """Run the descent on points (B, n, d), (B, m, d) with weights (B, n), (B, m)."""
+    kernel = _kernel(x, y, settings, backend)
+    fused = getattr(kernel, "anneal", None)
+    if fused is not None:
+        steps = _one_launch_each(settings, lists(settings, x, y))
+        how = settings.debias, need_x, need_y, precision or session().precision
+        return _sides(fused(x, a, y, b, settings.p, steps, *how, lambda over: _shown(over, settings)), settings, x, y)
     steps = descent(settings, x, y)
-    if stacked.applies(x, y, settings):
-        how = settings, need_x, need_y, precision, backend
-        found = stacked.anneal(x, a, y, b, steps, _shown(steps, settings), *how)
-        return _side(found, 0, x.shape[1]), _side(found, 1, y.shape[1])
     logs = log_weights(a), log_weights(b)
     costs = _costs(x, y, steps[0].epsilon * settings.unit, settings, precision, backend)
     duals = _start(costs, logs, steps[0])
@@ -61,10 +64,47 @@ def anneal(
     return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
 
 
-def _side(found: stacked.Result, index: int, points: int) -> Side:
-    (across, across_slope), (own, own_slope) = found.part(index, points), found.part(index + 2, points)
-    assert across is not None
-    return Side(across, own, across_slope, own_slope)
+def _kernel(x: Tensor, y: Tensor, settings: Settings, backend: str) -> Any:
+    """The kernel for whole descents, or None where only kernels for single softmins are known by that name."""
+    shape = x.shape[0], x.shape[1], y.shape[1]
+    request = Request("torch", x.device.type, "points", x.dtype, settings.metric, shape, x.shape[-1])
+    try:
+        return dispatch.select("divergence", request, _names(backend))
+    except dispatch.BackendError:
+        return None
+
+
+Numbers = tuple[float, float, float]  # temperature, damping, and how much of the potentials is kept
+
+
+def _one_launch_each(settings: Settings, found: list[list[float]]) -> list[list[Numbers]]:
+    """The start, the steps and the last update, as kernels take them."""
+    tables, waits = together(found)
+
+    def numbers(k: int, keep: float) -> list[Numbers]:
+        return [
+            (table[k], damping(settings, table[k]), 1.0 if keep and wait > k else keep)
+            for table, wait in zip(tables, waits, strict=True)
+        ]
+
+    count = len(tables[0])
+    return [numbers(0, 0.0), *(numbers(k, 0.5) for k in range(count)), numbers(count - 1, 0.0)]
+
+
+def _sides(found: Any, settings: Settings, x: Tensor, y: Tensor) -> tuple[Side, Side]:
+    """Each cloud's part of what a kernel found."""
+
+    def side(points: Tensor, first: int, first_slope: int) -> Side:
+        count = points.shape[1]
+        values = found.values[:, :, first : first + count]
+        slopes = None if found.slopes is None else found.slopes[:, :, first_slope : first_slope + count]
+        own = settings.debias
+        return Side(
+            values[:, 0], values[:, 1] if own else None, None if slopes is None else slopes[:, 0],
+            slopes[:, 1] if own and slopes is not None else None,
+        )  # fmt: skip
+
+    return side(x, 0, 0), side(y, found.offset, x.shape[1])
 
 
 class Duals(NamedTuple):
@@ -136,7 +176,7 @@ def _column(damping: Tensor | float) -> Tensor | float:
     return damping[:, :, None] if isinstance(damping, Tensor) else damping
 
 
-def _shown(steps: list[Step], settings: Settings) -> Any:
+def _shown(steps: Any, settings: Settings) -> Any:
     """The steps, behind a progress bar where one was asked for."""
     if not settings.verbose:
         return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,21 +74,34 @@ class Step(NamedTuple):
     begun: Tensor | None
 
 
-def descent(settings: Settings, x: Tensor, y: Tensor) -> list[Step]:
-    """The steps for a batch, all elements arriving together. The first one also gives the starting potentials."""
+def lists(settings: Settings, x: Tensor, y: Tensor) -> list[list[float]]:
+    """The temperatures of a batch: one list for all elements, or one for each."""
     diameters = settings.diameters or extents(x, y, settings.each)
-    lists = [temperatures(settings.p, diameter, settings.blur, settings.scaling) for diameter in diameters]
-    batch, device = x.shape[0], x.device
-    if len(lists) == 1:
-        return [_step(settings, torch.full((batch,), e, dtype=torch.float64, device=device), None) for e in lists[0]]
-    longest = max(map(len, lists))
-    padded = torch.tensor([[each[0]] * (longest - len(each)) + each for each in lists], dtype=torch.float64)
-    waits = torch.tensor([longest - len(each) for each in lists])[:, None]
-    padded, waits = padded.to(device), waits.to(device)
-    return [_step(settings, padded[:, k], waits <= k) for k in range(longest)]
+    return [temperatures(settings.p, diameter, settings.blur, settings.scaling) for diameter in diameters]
+
+
+def together(found: list[list[float]]) -> tuple[list[list[float]], list[int]]:
+    """All elements arrive together: shorter lists wait at their first temperature, so many steps."""
+    longest = max(map(len, found))
+    return [[each[0]] * (longest - len(each)) + each for each in found], [longest - len(each) for each in found]
+
+
+def descent(settings: Settings, x: Tensor, y: Tensor) -> list[Step]:
+    """The steps for a batch. The first one also gives the starting potentials."""
+    found, batch, device = lists(settings, x, y), x.shape[0], x.device
+    if len(found) == 1:
+        return [_step(settings, torch.full((batch,), e, dtype=torch.float64, device=device), None) for e in found[0]]
+    tables, waiting = together(found)
+    padded, waits = torch.tensor(tables, dtype=torch.float64).to(device), torch.tensor(waiting)[:, None].to(device)
+    return [_step(settings, padded[:, k], waits <= k) for k in range(padded.shape[1])]
 
 
 def _step(settings: Settings, epsilon: Tensor, begun: Tensor | None) -> Step:
     if math.isinf(settings.reach):
         return Step(epsilon, 1.0, begun)
-    return Step(epsilon, (1 / (1 + epsilon / settings.rho))[:, None], begun)
+    return Step(epsilon, damping(settings, epsilon)[:, None], begun)
+
+
+def damping(settings: Settings, epsilon: Any) -> Any:
+    """How much a softmin counts under a reach."""
+    return 1 / (1 + epsilon / settings.rho)
