@@ -95,7 +95,7 @@ def _get_ready(cost: Cost, epsilon: Tensor, precision: str) -> None:
     def work() -> None:
         op = Fused(cost, epsilon, precision)
         a, b = torch.ones(batch, n, device=op.device), torch.ones(batch, m, device=op.device)
-        op.iterate(a, b, torch.zeros_like(a), 2, 0.0, 1, "l1", lambda seen: None)
+        op.iterate(a, b, torch.zeros_like(a), 2, 0.0, 1, "l1", 1.0, lambda seen: None)
 
     compile_together(work)
     _ready.add(key)
@@ -162,28 +162,31 @@ class Fused(Operator):
             norm = columns.half_norm[:, : columns.length] if self.prepared.kind == DOT else 0.0
             torch.sub(h * LOG2E, norm, out=bias[:, : columns.length])
             u, rest = self.new(2, self.batch, rows.blocks * PAD)
-            update(bias, u, u.zero_(), u, rest, rest, self.zeros(self.batch), True)
+            none = self.zeros(self.batch)
+            update(bias, u, u.zero_(), u, rest, rest, none, rest, none)
             inner = u[:, : rows.length]
             inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
             return inner * (self.exact_epsilon * math.log(2)).float()[:, None]
 
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        inspect: Callable[[dict[str, float]], None],
+        gap: float, inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...]:
         """Alternate until every problem's error is below the tolerance, looking at it on the card."""
+        control = Control(max_iterations, tolerance, check_every, int(norm == "l2"), gap)
         if self.batch == 0:
-            return a.new_empty(a.shape), b.new_empty(b.shape), *(a.new_empty(0, dtype=kind) for kind in PER_PROBLEM)
+            nothing = (a.new_empty(0, dtype=kind) for kind in PER_PROBLEM)
+            return a.new_empty(a.shape), b.new_empty(b.shape), *nothing, *a.new_empty(2, 0, control.looks)
         with on(self.device):
-            loop = Loop(self, a, b, f)
+            loop = Loop(self, a, b, f, control)
             tile = fitting_tile(self, max_iterations)
             if tile is None:
-                loop.alternate(max_iterations, tolerance, check_every, norm, inspect)
-                return loop.finish(tolerance)
+                loop.alternate(inspect)
+                return loop.finish()
             matrix = self.prepared.kind == MATRIX
             report = loop.report(inspect, self.prepared.rows.first.amin() if matrix else None)
-            loop.resident(tile, max_iterations, tolerance, check_every, norm)
-            result = loop.finish(tolerance)
+            loop.resident(tile)
+            result = loop.finish()
             report()
             return result
 
@@ -344,18 +347,40 @@ class Update:
 
     def __call__(
         self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
-        done: Tensor, first: bool,
+        done: Tensor, gaps: Tensor, cycles: Tensor, when: tuple[int, int, int] = (0, 0, 0), first: bool = True,
     ) -> None:
-        """Update from the columns' bias; ``first`` where there is no previous potential to stabilise with."""
+        """Update from the columns' bias; ``first`` where there is no previous potential to start from.
+
+        ``when``: the iteration, the last one, and 1 for columns.
+        """
         from .triton_kernels import update
 
         rows, columns, slopes = self.prepared.rows, self.prepared.columns, self.prepared.slopes
         args = (
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
-            self.parts, self.counters, done, slopes, *self.sizes,
+            self.parts, self.counters, done, slopes, gaps, cycles, *when, *self.sizes,
         )  # fmt: skip
         launch(update, self.programs * self.op.batch, args, (*self.constants, first), self.options,
         self.prepared.variant)
+
+
+class Control(NamedTuple):
+    """When to look, when to stop, and how far to relax."""
+
+    max_iterations: int
+    tolerance: float
+    check_every: int
+    squared: int  # whether the error is the norm "l2"
+    gap: float  # 1 for plain iterations
+
+    @property
+    def looks(self) -> int:
+        """Looks at the error that there can be."""
+        return 1 - (1 - self.max_iterations) // self.check_every
+
+    def looked_at(self, iteration: int) -> bool:
+        """Whether some problem's error may be looked at after this iteration."""
+        return (iteration - 1) % self.check_every == 0 or iteration == self.max_iterations
 
 
 class Strips:
@@ -387,16 +412,17 @@ class Strips:
             return False
         return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= cls.FEWEST * processors(op.device)
 
-    def __call__(self, loop: Loop, before: Tensor, after: Tensor, every_column: bool) -> None:
-        """Update rows, then columns; those without mass only where ``every_column`` says so."""
+    def __call__(self, loop: Loop, before: Tensor, after: Tensor, iteration: int) -> None:
+        """Update rows, then columns; those without mass only where the next iteration may be the last."""
         from .triton_kernels import gather, strip
 
         op, prepared = self.op, self.op.prepared
         rows, columns = prepared.rows, prepared.columns
+        when = (iteration, loop.control.max_iterations)
         args: tuple[Any, ...] = (
             rows.first, columns.first, loop.column_bias, loop.u, loop.log_a, loop.u, loop.row_bias, self.parts,
-            loop.done, prepared.slopes, self.programs, rows.length, self.length, rows.blocks, columns.blocks,
-            self.batch_stride, self.stride,
+            loop.done, prepared.slopes, loop.gaps, loop.cycles, *when, self.programs, rows.length, self.length,
+            rows.blocks, columns.blocks, self.batch_stride, self.stride,
         )  # fmt: skip
         limit = () if INTERPRETED else (("maxnreg", REGISTERS),)
         options = (("num_warps", self.warps), ("num_stages", 1), *limit)
@@ -406,8 +432,9 @@ class Strips:
         blocks_of_columns = -(-columns.length // 32)
         args = (
             rows.first, columns.first, self.parts, loop.row_bias, before, loop.log_b, after, loop.column_bias,
-            loop.ratio, loop.done, prepared.slopes, blocks_of_columns, columns.length, rows.length, self.programs,
-            columns.blocks, rows.blocks, int(every_column), self.batch_stride, self.stride,
+            loop.ratio, loop.done, prepared.slopes, loop.gaps, loop.cycles, *when, blocks_of_columns, columns.length,
+            rows.length, self.programs, columns.blocks, rows.blocks, int(loop.control.looked_at(iteration + 1)),
+            self.batch_stride, self.stride,
         )  # fmt: skip
         launch(gather, blocks_of_columns * op.batch, args, (*constants, 32, 64), PRODUCT_OPTIONS, prepared.variant)
 
@@ -415,14 +442,14 @@ class Strips:
 class Loop:
     """One loop's state on the card: base-2 potentials, biases, partial sums and flags."""
 
-    def __init__(self, op: Fused, a: Tensor, b: Tensor, f: Tensor):
-        self.op, self.prepared = op, op.prepared
+    def __init__(self, op: Fused, a: Tensor, b: Tensor, f: Tensor, control: Control):
+        self.op, self.prepared, self.control = op, op.prepared, control
         self.b = b if b.stride(-1) == 1 else b.contiguous()
         rows, columns, batch = self.prepared.rows, self.prepared.columns, op.batch
         self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * PAD).unbind()
         self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD).unbind()
-        self.seen, self.done, self.iterations, self.counters = _zeros(op.device, batch)
-        self.error = op.new(batch)
+        self.seen, self.done, self.iterations, self.counters, self.gaps, self.cycles = _zeros(op.device, batch)
+        self.error, self.errors = op.new(batch), op.new(2, batch, control.looks)
         self._start(a if a.stride(-1) == 1 else a.contiguous(), f if f.stride(-1) == 1 else f.contiguous())
 
     def _start(self, a: Tensor, f: Tensor) -> None:
@@ -431,7 +458,8 @@ class Loop:
         rows, columns, epsilon = self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
         args = (
             a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.seen,
-            self.done if self.prepared.kind == MATRIX else self.prepared.flags, rows.blocks + columns.blocks,
+            self.done if self.prepared.kind == MATRIX else self.prepared.flags, self.gaps, self.cycles, self.errors,
+            self.control.gap, self.control.check_every, self.control.looks, rows.blocks + columns.blocks,
             self.op.batch, rows.length, columns.length, rows.blocks, columns.blocks, a.stride(0), self.b.stride(0),
             f.stride(0), epsilon.stride(0),
         )  # fmt: skip
@@ -458,41 +486,41 @@ class Loop:
 
         return read
 
-    def alternate(
-        self, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        inspect: Callable[[dict[str, float]], None],
-    ) -> None:
+    def alternate(self, inspect: Callable[[dict[str, float]], None]) -> None:
         """Two launches an iteration, until all problems are done; the host looks one check behind the card."""
-        rows, columns, polled = Update(self.op), Update(self.op.T), None
-        columns(self.row_bias, self.v[1], self.log_b, self.v[1], self.column_bias, self.ratio, self.done, True)
+        most, rows, columns, polled = self.control.max_iterations, Update(self.op), Update(self.op.T), None
+        state = (self.done, self.gaps, self.cycles)
+        columns(self.row_bias, self.v[1], self.log_b, self.v[1], self.column_bias, self.ratio, *state)
         # The first potentials have met every cost: NaN and −inf show in them, without another pass over a matrix.
         lowest = self.v[1][:, : self.prepared.columns.length].amin() if self.prepared.kind == MATRIX else None
         report = self.report(inspect, lowest)
         strips = Strips(self.op) if Strips.fit(self.op) else None
-        looks = lambda k: (k - 1) % check_every == 0 or k == max_iterations  # noqa: E731
-        for k in range(1, max_iterations + 1):
+        for k in range(1, most + 1):
             before, after = self.v[k % 2], self.v[(k + 1) % 2]
             if strips is not None and k > 1:
-                strips(self, before, after, looks(k + 1))
+                strips(self, before, after, k)
             else:
-                rows(self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, self.done, k == 1)
-                columns(self.row_bias, before, self.log_b, after, self.column_bias, self.ratio, self.done, False)
+                ends = (self.log_a, self.u, self.row_bias, self.rest)
+                rows(self.column_bias, self.u, *ends, *state, (k, most, 0), k == 1)
+                ends = (self.log_b, after, self.column_bias, self.ratio)
+                columns(self.row_bias, before, *ends, *state, (k, most, 1), False)
             if k == 1:
                 report()
-            if looks(k):
-                self._check(k, tolerance, norm)
+            if self.control.looked_at(k):
+                self._check(k)
                 if polled is not None and polled():
                     break
-                polled = self._poll() if tolerance > 0 else None
+                polled = self._poll() if self.control.tolerance > 0 else None
         self.parity = True
 
-    def _check(self, iteration: int, tolerance: float, norm: str) -> None:
+    def _check(self, iteration: int) -> None:
         from .triton_kernels import check
 
-        columns = self.prepared.columns
+        columns, control = self.prepared.columns, self.control
         args = (
-            self.ratio, self.b, self.done, self.iterations, self.error, iteration, tolerance, columns.length,
-            columns.blocks, self.b.stride(0), int(norm == "l2"),
+            self.ratio, self.b, self.done, self.iterations, self.error, self.gaps, self.cycles, self.errors, iteration,
+            control.max_iterations, control.check_every, control.looks, self.op.batch, control.tolerance,
+            columns.length, columns.blocks, self.b.stride(0), control.squared,
         )  # fmt: skip
         launch(check, self.op.batch, args, (1024,), (("num_warps", 4),), self.b.data_ptr() % 16)
 
@@ -509,11 +537,11 @@ class Loop:
 
         return answer
 
-    def resident(self, tile: Tile, max_iterations: int, tolerance: float, check_every: int, norm: str) -> None:
+    def resident(self, tile: Tile) -> None:
         """The whole loop in one launch."""
         from .triton_kernels import resident
 
-        op, prepared = self.op, self.prepared
+        op, prepared, control = self.op, self.prepared, self.control
         rows, columns = prepared.rows, prepared.columns
         tiles_q, tiles_k = -(-rows.length // tile.rows), -(-columns.length // tile.columns)
         row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
@@ -522,9 +550,9 @@ class Loop:
         args = (
             rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b,
             self.u, self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, self.counters,
-            prepared.slopes, rows.length, columns.length, tiles_q, tiles_k, max_iterations, check_every, tolerance,
-            rows.blocks, columns.blocks, self.b.stride(0), prepared.width // 64, prepared.batch_stride,
-            *_strides(prepared), int(norm == "l2"),
+            prepared.slopes, self.gaps, self.errors, control.looks, op.batch, rows.length, columns.length, tiles_q,
+            tiles_k, control.max_iterations, control.check_every, control.tolerance, rows.blocks, columns.blocks,
+            self.b.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared), control.squared,
         )  # fmt: skip
         count = FEW_TILES if max(tiles_q, tiles_k) <= FEW_TILES else MOST_TILES
         constants = (*op.constants, tile.rows, tile.columns, count)
@@ -537,8 +565,8 @@ class Loop:
         launch(resident, op.batch * tiles_q * tiles_k, args, constants, tuple(options), variant)
         self.parity = False
 
-    def finish(self, tolerance: float) -> tuple[Tensor, ...]:
-        """Potentials, iterations, error and whether it is below the tolerance."""
+    def finish(self) -> tuple[Tensor, ...]:
+        """Potentials, iterations, error and whether it is below the tolerance; errors and gaps at every look."""
         from .triton_kernels import finish
 
         op, rows, columns, epsilon = self.op, self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
@@ -549,12 +577,11 @@ class Loop:
         args = (
             self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, self.error, f, g,
             iterations, converged, rows.blocks + columns.blocks, rows.length, columns.length, rows.blocks,
-            columns.blocks, other, epsilon.stride(0),
-            tolerance,
+            columns.blocks, other, epsilon.stride(0), self.control.tolerance,
         )  # fmt: skip
         variant, programs = epsilon.data_ptr() % 16, (rows.blocks + columns.blocks) * op.batch
         launch(finish, programs, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
-        return f, g, iterations, self.error, converged
+        return f, g, iterations, self.error, converged, *self.errors.unbind()
 
 
 def fitting_tile(op: Fused, max_iterations: int) -> Tile | None:
@@ -581,11 +608,14 @@ def to_host(found: Tensor) -> tuple[Tensor, Any]:
 
 
 def _zeros(device: torch.device, batch: int) -> tuple[Tensor, ...]:
-    """What a loop counts and notes, in one allocation: values seen (float64), done, iterations and meetings (int32)."""
-    notes = 4 + 3 * batch
-    block = torch.zeros(2 * notes + 3 * batch, dtype=torch.int32, device=device)
-    seen, *counts = block.split((2 * notes, batch, batch, batch))
-    return seen.view(torch.float64), *counts
+    """What a loop counts and notes, in one allocation.
+
+    Values seen (float64); done, iterations and meetings (int32); per problem the gap and the last error (float32), and
+    the cycle and the last look (int32).
+    """
+    sizes = (2 * (4 + 3 * batch), batch, batch, batch, 2 * batch, 2 * batch)
+    seen, *counts, gaps, cycles = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    return seen.view(torch.float64), *counts, gaps.view(torch.float32), cycles
 
 
 def values_seen(numbers: list[float], batch: int, matrix: bool) -> dict[str, float]:

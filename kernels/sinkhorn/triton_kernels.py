@@ -57,6 +57,78 @@ def middle(x, y, n, m, dims, inside, stride_x, stride_y, stride_dx, stride_dy):
     return (tl.sum(from_x.to(tl.float32), 0) + tl.sum(from_y.to(tl.float32), 0)) / 64
 
 
+@triton.jit
+def is_look(iteration, cycle, last, most):
+    """Whether the error is looked at after this iteration."""
+    return (iteration == 1) | (iteration == last + cycle) | (iteration == most)
+
+
+@triton.jit
+def relaxation(gap, cycle, last, iteration, most, column):
+    """The factor of one half step, of rows (``column`` 0) or of the columns after them (1): ω of ``acceleration.py``.
+
+    A gap of 1 makes every factor 1. The row update that is looked at is plain.
+    """
+    look = is_look(iteration, cycle, last, most)
+    steps = 2 * (iteration - tl.where(look, iteration, last)) + column
+    q = (1.0 - gap) / (1.0 + gap)
+    power = tl.exp2(steps.to(tl.float32) * tl.log2(tl.maximum(q, 1e-30)))
+    factor = (1.0 + q) * (1.0 + power) / (1.0 + power * q)
+    return tl.where((steps == 0) | (gap >= 1.0), 1.0, factor)
+
+
+@triton.jit
+def relaxed(before, target, factor, log_weight):
+    """Beyond the target, as far as the factor says and as no half step loses what it gains; in base 2.
+
+    Where there is no mass, or nothing finite to start from, the target itself.
+    """
+    change = target - before
+    more = (factor - 1.0) * change
+    more = tl.where(change > 0, tl.minimum(more, tl.log2(1.0 + change * 0.6931471805599453)), more)
+    free = (log_weight > float("-inf")) & (tl.abs(change) < float("inf"))
+    return tl.where(free, target + more, target)
+
+
+@triton.jit
+def next_gap(gap, cycle, before, error, check_every):
+    """The gap and the cycle that follow from the error at a look and the one before: ``acceleration.py`` says how.
+
+    In logarithms, since Chebyshev polynomials outgrow float32.
+    """
+    twice = 2.0 * cycle.to(tl.float32)
+    bound = log_cosh(twice * inverse_tangent(gap)) + tl.minimum(tl.log(error / before), 0.0)
+    slower = (bound + tl.log(1.0 + tl.sqrt(tl.maximum(1.0 - tl.exp(-2.0 * bound), 0.0)))) / twice
+    slower = 0.5 * (tl.exp(slower) - tl.exp(-slower))
+    slower = tl.sqrt(tl.maximum(gap * gap - (1.0 - gap * gap) * slower * slower, 0.0))
+    following = tl.where(bound > 0.0, slower, tl.minimum(1.0 - 1e-6, 1.14 * gap))
+    longer = (following < least_gap(cycle)) & (2 * cycle <= tl.maximum(check_every, 32))
+    enough = log_cosh(0.5 * twice * inverse_tangent(tl.minimum(following, 1.0 - 1e-6))) > 2.302585092994046  # log 10
+    shorter = (cycle > check_every) & enough
+    other = tl.where(longer, 2 * cycle, tl.where(shorter, cycle // 2, cycle))
+    known = before > 0.0
+    return tl.where(known, tl.maximum(following, least_gap(other)), gap), tl.where(known, other, cycle)
+
+
+@triton.jit
+def log_cosh(x):
+    """log cosh x for x ≥ 0."""
+    return x + tl.log(0.5 + 0.5 * tl.exp(-2.0 * x))
+
+
+@triton.jit
+def inverse_tangent(x):
+    """atanh x."""
+    return 0.5 * tl.log((1.0 + x) / (1.0 - x))
+
+
+@triton.jit
+def least_gap(cycle):
+    """tanh(acosh(2)/(2N))."""
+    e = tl.exp(-1.3169578969248166 / cycle.to(tl.float32))
+    return (1.0 - e) / (1.0 + e)
+
+
 @kernel
 def prepare(
     x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags,
@@ -134,8 +206,8 @@ def prepare(
 
 @kernel
 def start(
-    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags,
-    programs: tl.int32, batch: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles, errors,
+    gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
     batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64, stride_epsilon: tl.int64,
     NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -146,6 +218,13 @@ def start(
     b, block = place(programs)
     if block == 0:
         tl.store(seen + 4 + 2 * batch + b, tl.load(epsilon + b * stride_epsilon).to(tl.float64))
+        tl.store(gaps + 2 * b, gap)
+        tl.store(cycles + 2 * b, check_every)
+        nothing = tl.full([BLOCK], float("nan"), tl.float32)
+        for first in range(0, looks, BLOCK):
+            which = first + tl.arange(0, BLOCK)
+            tl.store(errors + b * looks + which, nothing, mask=which < looks)
+            tl.store(errors + (batch + b) * looks + which, nothing, mask=which < looks)
         if b == 0:
             tl.store(seen, tl.load(flags).to(tl.float64))
             tl.store(seen + 1, tl.load(flags + 1).to(tl.float64))
@@ -405,7 +484,8 @@ def merge(top, total, other_top, other_total):
 
 @kernel
 def update(
-    q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes,
+    q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes, gaps, cycles,
+    iteration: tl.int32, most: tl.int32, column: tl.int32,
     programs: tl.int32, n: tl.int32, m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32,
     blocks_k: tl.int32,
     chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
@@ -463,10 +543,13 @@ def update(
             )
     after = -(top + tl.log2(total))
     weight = tl.load(log_weight + at)
-    tl.store(u_out + at, after, mask=rows < n)
-    tl.store(bias_out + at, tl.where(weight == float("-inf"), weight, after + weight), mask=rows < n)
     if not FIRST:
         tl.store(ratio_out + at, tl.exp2(u - after), mask=rows < n)
+        cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
+        factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, column)
+        after = relaxed(u, after, factor, weight)
+    tl.store(u_out + at, after, mask=rows < n)
+    tl.store(bias_out + at, tl.where(weight == float("-inf"), weight, after + weight), mask=rows < n)
 
 
 @triton.jit
@@ -511,15 +594,15 @@ def strip_costs(q1, rows, cols, step, m, KIND: tl.constexpr):
 
 @kernel
 def strip(
-    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes,
-    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch: tl.int64,
+    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, iteration: tl.int32,
+    most: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch: tl.int64,
     stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # of a matrix, batch, stride and m are counted in ALIGN
     """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
 
     A program takes some whole rows, one strip after the other, and keeps a row's exponentials e_j until their sum s is
-    known; a row of weight a adds a e_j / s to the columns. A matrix is read once; while a strip is worked on, the next
+    known; a row of weight a and potential u adds a e_j 2^u to the columns. A matrix is read once; while a strip is worked on, the next
     one is on its way. Columns come in two parts, so that few lanes idle whatever their number.
     """
     b, program = place(programs)
@@ -538,6 +621,8 @@ def strip(
     log_weight += b * pad_q
     bias += b * pad_k
     slope = tl.load(slopes + b)
+    cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
+    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 0)
     step = stride * ALIGN
     cols = tl.arange(0, FIRST)[None, :]
     more = FIRST + tl.arange(0, SECOND)[None, :]
@@ -581,9 +666,9 @@ def strip(
             pivot = tl.where(top == float("-inf"), 0.0, top)
             e, e2 = tl.exp2(t - pivot[:, None]), tl.exp2(t2 - pivot[:, None])
             total = tl.sum(e, 1) + tl.sum(e2, 1)
-        after = -(pivot + tl.log2(total))
         weight = tl.load(log_weight + rows)
-        mass = tl.where(inside & (total > 0) & (weight > float("-inf")), tl.exp2(weight) / total, 0.0)
+        after = relaxed(before, -(pivot + tl.log2(total)), factor, weight)
+        mass = tl.where(inside & (total > 0) & (weight > float("-inf")), tl.exp2(weight + after + pivot), 0.0)
         share += tl.sum(e * mass[:, None], 0)[None, :]
         rest += tl.sum(e2 * mass[:, None], 0)[None, :]
         tl.store(u_out + rows, after, mask=inside)
@@ -596,8 +681,8 @@ def strip(
 
 @kernel
 def gather(
-    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes,
-    programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32, blocks_q: tl.int32,
+    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles,
+    iteration: tl.int32, most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32, blocks_q: tl.int32,
     every_column: tl.int32, batch: tl.int64, stride: tl.int64,
     KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -633,9 +718,12 @@ def gather(
             stride * ALIGN, pad_k, pad_q, 1, KIND, D, 1, 1, BLOCK_N, True, 1,
         )
         after = -(top + tl.log2(again))
+    tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
+    cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
+    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 1)
+    after = relaxed(before, after, factor, weight)
     tl.store(v_out + at, after, mask=cols < m)
     tl.store(bias_out + at, tl.where(massive, after + weight, weight), mask=cols < m)
-    tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
 
 
 @kernel
@@ -710,12 +798,19 @@ def product(
 
 @kernel
 def check(
-    ratio, weight, done, iterations, error, iteration: tl.int32, tolerance: tl.float32, m: tl.int32, blocks_k: tl.int32,
+    ratio, weight, done, iterations, error, gaps, cycles, errors, iteration: tl.int32, most: tl.int32,
+    check_every: tl.int32, looks: tl.int32, batch: tl.int32, tolerance: tl.float32, m: tl.int32, blocks_k: tl.int32,
     batch_weight: tl.int64, squared: tl.int32, BLOCK: tl.constexpr,
 ):
-    """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop."""
+    """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop.
+
+    The others learn from it how far to relax. ``errors`` keeps both: (2, B, looks).
+    """
     b = tl.program_id(0).to(tl.int64)
     if tl.load(done + b) != 0:
+        return
+    cycle = tl.load(cycles + 2 * b)
+    if is_look(iteration, cycle, tl.load(cycles + 2 * b + 1), most) == 0:
         return
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, m, BLOCK):
@@ -726,10 +821,21 @@ def check(
         total += tl.where(squared == 1, violation * violation, tl.abs(violation))
     found = tl.sum(total, 0)
     found = tl.where(squared == 1, tl.sqrt(found), found)
-    tl.store(error + b, found.to(tl.float32))
+    found = found.to(tl.float32)
+    tl.store(error + b, found)
     tl.store(iterations + b, iteration)
     if found < tolerance:
         tl.store(done + b, 1)
+    gap = tl.load(gaps + 2 * b)
+    if gap < 1.0:
+        gap, cycle = next_gap(gap, cycle, tl.load(gaps + 2 * b + 1), found, check_every)
+        tl.store(gaps + 2 * b, gap)
+        tl.store(cycles + 2 * b, cycle)
+    tl.store(gaps + 2 * b + 1, found)
+    tl.store(cycles + 2 * b + 1, iteration)
+    slot = (iteration + check_every - 2) // check_every
+    tl.store(errors + b * looks + slot, found)
+    tl.store(errors + (batch + b) * looks + slot, gap)
 
 
 @triton.jit
@@ -787,7 +893,7 @@ def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.con
 @kernel
 def resident(
     q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts,
-    error_parts, counters, slopes, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32,
+    error_parts, counters, slopes, gaps, errors, looks: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32,
     max_iterations: tl.int32,
     check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
     chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, squared: tl.int32,
@@ -825,20 +931,22 @@ def resident(
     v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
     u = tl.zeros([BLOCK_M], tl.float32)
     found = 0.0
-    iteration = 0
-    going = 1
+    gap = tl.load(gaps + 2 * b)
+    cycle, looked, iteration, going = check_every, 0, 0, 1
     while going == 1:
         iteration += 1
         bias = tl.where(c == float("-inf"), c, c + v)
         change = relative(log_sum(scores + bias[None, :], 1), u)
         met += group
         change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, counter, met, COUNT)
-        u = moved(u, change)
+        u = relaxed(u, moved(u, change), relaxation(gap, cycle, looked, iteration, max_iterations, 0), a)
         bias_q = tl.where(a == float("-inf"), a, a + u)
         met += group
         own = relative(log_sum(scores + bias_q[:, None], 0), v)
         change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
-        if ((iteration - 1) % check_every == 0) | (iteration == max_iterations):
+        factor = relaxation(gap, cycle, looked, iteration, max_iterations, 1)
+        if is_look(iteration, cycle, looked, max_iterations):
+            before = found
             mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
             violation = tl.where(mass > 0, mass * (tl.exp2(change) - 1.0), 0.0)
             part = tl.sum(tl.where(squared == 1, violation * violation, tl.abs(violation)), 0)
@@ -852,8 +960,15 @@ def resident(
             found = tl.where(squared == 1, tl.sqrt(found), found)
             if (found < tolerance) | (iteration == max_iterations):
                 going = 0
+            if gap < 1.0:
+                gap, cycle = next_gap(gap, cycle, before, found, check_every)
+            looked = iteration
+            if tile == 0:
+                slot = (iteration + check_every - 2) // check_every
+                tl.store(errors + b * looks + slot, found)
+                tl.store(errors + (problems + b) * looks + slot, gap)
         if going == 1:
-            v = moved(v, change)
+            v = relaxed(v, moved(v, change), factor, c)
     if tile_k == 0:
         tl.store(u_out + b * pad_q + rows, u, mask=rows < n)
     if tile_q == 0:

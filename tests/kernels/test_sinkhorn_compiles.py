@@ -71,7 +71,7 @@ def record(monkeypatch, card, cost, batch=1, precision="high"):
     operator = triton.Fused(cost, torch.ones(batch, dtype=torch.float64), precision)
     n, m = operator.rows, operator.columns
     a, b, f = torch.ones(batch, n), torch.ones(batch, m), torch.zeros(batch, n)
-    operator.iterate(a, b, f, 2, 0.0, 1, "l1", lambda seen: None)
+    operator.iterate(a, b, f, 2, 0.0, 1, "l1", 1.0, lambda seen: None)
     return list(seen.values())
 
 
