@@ -21,6 +21,7 @@ from .triton import BLOCK, FMA, LOG2E, PAD, PRODUCT_OPTIONS, Prepared, on
 LN_2 = math.log(2)
 FLAT = LOG2E  # the ε at which prepared coordinates keep their scale
 SLOPED = Shape(16, 64, 2, 1, 4)  # keeps sums for each coordinate too
+SHARE = 128  # points that one program integrates over
 SLOPED_MANY = Shape(8, 64, 2, 1, 4)  # more than three coordinates
 
 
@@ -45,42 +46,72 @@ class Potentials(NamedTuple):
     offset: int
 
 
-def anneal(
-    x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: int, steps: Sequence[Sequence[Step]], debias: bool, need_x: bool,
-    need_y: bool, precision: str, shown: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> Potentials:
-    """Follow ``steps``, each a list of one for all elements or one for each; the last one also gives the slopes.
+class Clouds(NamedTuple):
+    """Points (B, n, d) and (B, m, d), weights (B, n) and (B, m)."""
 
-    Points (B, n, d) and (B, m, d), weights (B, n) and (B, m). The cost is |x − y|²/2 for p = 2, max(|x − y|, 1e-4) for
-    p = 1, and potentials are in its unit.
+    x: Tensor
+    a: Tensor
+    y: Tensor
+    b: Tensor
+
+
+class Task(NamedTuple):
+    """What to do with them.
+
+    The cost is |x − y|²/2 for p = 2, max(|x − y|, 1e-4) for p = 1, and potentials are in its unit. ``steps`` lists for
+    each step one setting for all elements or one for each; the first starts from nothing, and the last gives the slopes
+    too. ``rho`` is the strength of the marginal constraints, infinite for balanced transport.
     """
-    with on(x.device):
-        how = debias, need_x, need_y, precision
 
-        def work() -> Descent:
-            return Descent(x, a, y, b, p, steps, *how)
+    p: int
+    steps: Sequence[Sequence[Step]]
+    rho: float
+    debias: bool
+    need_x: bool
+    need_y: bool
+    precision: str
+    shown: Callable[[Iterable[int]], Iterable[int]] = iter
 
-        if not INTERPRETED:
-            _get_ready(work, (x.dtype, min(x.shape[-1], 2 * triton.CHUNK), p, need_x or need_y, precision))
-        descent = work()
-        for k in shown(range(len(steps) - 1)):
-            descent.step(k)
-        return descent.last()
+
+def anneal(clouds: Clouds, task: Task) -> Potentials:
+    """Follow the steps."""
+    with on(clouds.x.device):
+        return _descended(clouds, task).last()
+
+
+def divergence(clouds: Clouds, task: Task) -> tuple[Tensor, ...]:
+    """Follow the steps; the values (B,) of the divergence, and their gradients by x, a, y and b.
+
+    Gradients by points that were not asked for are empty.
+    """
+    with on(clouds.x.device):
+        descent = _descended(clouds, task)
+        return descent.integral(descent.last())
+
+
+def _descended(clouds: Clouds, task: Task) -> Descent:
+    if not INTERPRETED:
+        _get_ready(clouds, task)
+    descent = Descent(clouds, task)
+    for k in task.shown(range(len(task.steps) - 1)):
+        descent.step(k)
+    return descent
 
 
 _ready: set[Any] = set()
 
 
-def _get_ready(work: Callable[[], Descent], kind: tuple[Any, ...]) -> None:
+def _get_ready(clouds: Clouds, task: Task) -> None:
     """Before the first problem of a kind, compile every kernel that it will take, side by side."""
-    key = (torch.cuda.current_device(), *kind)
+    d = min(clouds.x.shape[-1], 2 * triton.CHUNK)
+    key = (torch.cuda.current_device(), clouds.x.dtype, d, task.p, task.need_x or task.need_y, task.precision)
     if key in _ready or torch.cuda.is_current_stream_capturing():
         return
 
     def rehearse() -> None:
-        descent = work()
+        descent = Descent(clouds, task)
         descent.step(0)
-        descent.last()
+        descent.integral(descent.last())
 
     compile_together(rehearse)
     _ready.add(key)
@@ -89,19 +120,19 @@ def _get_ready(work: Callable[[], Descent], kind: tuple[Any, ...]) -> None:
 class Descent:
     """The state of one descent on the card."""
 
-    def __init__(
-        self, x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: int, steps: Sequence[Sequence[Step]], debias: bool,
-        need_x: bool, need_y: bool, precision: str,
-    ):
-        self.x, self.y, self.p, self.need = x, y, p, (need_x, need_y)
+    def __init__(self, clouds: Clouds, task: Task):
+        x, a, y, b = clouds
+        self.x, self.y, self.task = x, y, task
+        self.need, steps = (task.need_x, task.need_y), task.steps
         self.batch, self.n, self.d = x.shape
-        self.m, self.parts_of_clouds = y.shape[1], 4 if debias else 2
-        self.device, self.precision = x.device, precision
+        self.m, self.parts_of_clouds = y.shape[1], 4 if task.debias else 2
+        self.device = x.device
+        self.a, self.b = (weight if weight.stride(-1) == 1 else weight.contiguous() for weight in (a, b))
         self.reference = steps[-1][0][0] * 2 if self.d > triton.FMA_DIMENSIONS else FLAT
         epsilon = torch.full((1,), self.reference, dtype=torch.float64, device=x.device).expand(self.batch)
         self.prepared: Prepared = triton.prepare(Cost(x, y, None), epsilon)
         self.settings = [self._setting(steps, k) for k in range(len(steps))]
-        self._begin(a if a.stride(-1) == 1 else a.contiguous(), b if b.stride(-1) == 1 else b.contiguous())
+        self._begin()
         self.plans: dict[bool, Plan] = {}
 
     def _setting(self, steps: Sequence[Sequence[Step]], k: int) -> tuple[Any, ...]:
@@ -122,11 +153,12 @@ class Descent:
         """From prepared to base-2 units: of coordinates, or of squared distances (matrix units)."""
         if self.d > triton.FMA_DIMENSIONS:
             return self.reference / (2 * epsilon)
-        return LOG2E / epsilon if self.p == 1 else math.sqrt(LOG2E / (2 * epsilon))
+        return LOG2E / epsilon if self.task.p == 1 else math.sqrt(LOG2E / (2 * epsilon))
 
-    def _begin(self, a: Tensor, b: Tensor) -> None:
+    def _begin(self) -> None:
         from .triton_symmetric_kernels import begin
 
+        a, b = self.a, self.b
         rows, columns = self.prepared.rows, self.prepared.columns
         blocks = rows.blocks + columns.blocks
         state = torch.empty(5, self.batch, 2, blocks * PAD, device=self.device)
@@ -164,6 +196,31 @@ class Descent:
             self._wide_slopes(slopes)
         self._turn()
         return Potentials(self.potential, slopes, self.prepared.rows.blocks * PAD)
+
+    def integral(self, found: Potentials) -> tuple[Tensor, ...]:
+        """Values and gradients from the potentials and their slopes."""
+        from .triton_symmetric_kernels import integrate
+
+        task, rows, columns = self.task, self.prepared.rows, self.prepared.columns
+        by_x, by_y = (
+            torch.empty(points.shape if need else (0,), dtype=points.dtype, device=self.device)
+            for points, need in zip((self.x, self.y), self.need, strict=True)
+        )
+        by_a, by_b = (torch.empty(self.batch, count, device=self.device) for count in (self.n, self.m))
+        programs = (rows.blocks + columns.blocks) * (PAD // SHARE)
+        partial = torch.empty(self.batch, programs, dtype=torch.float64, device=self.device)
+        balanced = math.isinf(task.rho)
+        strength = task.rho + task.steps[-1][0][0] / 2
+        args = (
+            found.values, found.values if found.slopes is None else found.slopes, self.a, self.b, by_a, by_b, by_x,
+            by_y, partial, programs, self.n, self.m, rows.blocks, columns.blocks, self.d, self.a.stride(0),
+            self.b.stride(0), int(balanced), int(task.debias), int(task.need_x), int(task.need_y),
+            *((1.0, 1.0) if balanced else (task.rho, strength)),
+        )  # fmt: skip
+        variant = (self.x.dtype, *(tensor.data_ptr() % 16 for tensor in (self.a, self.b, by_x, by_y)))
+        chunk = min(16, 1 << (self.d - 1).bit_length())
+        launch(integrate, programs * self.batch, args, (SHARE, chunk), (("num_warps", 4),), variant)
+        return partial.sum(1).float(), by_x, by_a, by_y, by_b
 
     def _launch(self, k: int, sloped: bool, for_x: bool, for_y: bool, slopes: Tensor | None = None) -> None:
         from .triton_symmetric_kernels import step
@@ -218,7 +275,7 @@ class Descent:
             rows.blocks, columns.blocks, values.stride(0), self.prepared.width // 64, 0, 1, 1,
         )  # fmt: skip
         variant = (self.prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
-        constants = (*_constants(self.prepared, self.precision), 2, 1, 64, 64, across, 1, 0)
+        constants = (*_constants(self.prepared, self.task.precision), 2, 1, 64, 64, across, 1, 0)
         launch(product, programs * self.batch, args, constants, PRODUCT_OPTIONS, variant)
         return out.div_(total[:, :, None])
 
@@ -241,8 +298,8 @@ class Plan:
         room = blocks_of_rows * splits * sums * shape.rows if splits > 1 else 1
         self.parts = torch.empty(room, device=descent.device)
         self.counters = torch.zeros(descent.batch * 4 * self.most_tiles, dtype=torch.int32, device=descent.device)
-        kind, *rest = _constants(prepared, descent.precision)
-        self.constants = (kind, rest[0], descent.p, *rest[1:], shape.rows, shape.columns, shape.stages, sloped)
+        kind, *rest = _constants(prepared, descent.task.precision)
+        self.constants = (kind, rest[0], descent.task.p, *rest[1:], shape.rows, shape.columns, shape.stages, sloped)
         limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
         self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
 

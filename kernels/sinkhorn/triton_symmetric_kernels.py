@@ -327,3 +327,56 @@ def step(
         put_slope(out, s5, factor, inside, 5, D)
         put_slope(out, s6, factor, inside, 6, D)
         put_slope(out, s7, factor, inside, 7, D)
+
+
+@kernel
+def integrate(
+    values, slopes, a, b_weight, phi_x, phi_y, by_x, by_y, partial,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, d: tl.int32,
+    batch_a: tl.int64, batch_b: tl.int64, balanced: tl.int32, debias: tl.int32, for_x: tl.int32, for_y: tl.int32,
+    rho: tl.float32, strength: tl.float32, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """φ of every point, its weighted sum over a block of points in float64, and the gradients by the points.
+
+    Balanced: φ = f − own. Under a reach: strength (e^(−own/ρ) − e^(−f/ρ)), with own = 0 where nothing is debiased.
+    """
+    b, block = place(programs)
+    all_rows = (blocks_x + blocks_y) * PAD
+    weights, count, phi_out, by, wanted, offset, first = a + b * batch_a, n, phi_x + b * n, by_x, for_x, 0, 0
+    by_place = b * n
+    local = block
+    x_programs = blocks_x * (PAD // BLOCK)
+    if block >= x_programs:
+        local = block - x_programs
+        weights, count, phi_out, by, wanted = b_weight + b * batch_b, m, phi_y + b * m, by_y, for_y
+        offset, first, by_place = blocks_x * PAD, n, b * m
+    rows = local * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < count
+    state = values + b * 2 * all_rows + offset + rows
+    across = tl.load(state, mask=inside, other=0.0)
+    own = tl.zeros([BLOCK], tl.float32)
+    if debias != 0:
+        own = tl.load(state + all_rows, mask=inside, other=0.0)
+    weight = tl.load(weights + rows, mask=inside, other=0.0)
+    phi = across - own
+    across_rate = weight
+    own_rate = weight
+    if balanced == 0:
+        left = tl.exp(-across.to(tl.float64) / rho)
+        own_left = tl.exp(-own.to(tl.float64) / rho)
+        phi = (strength * (own_left - left)).to(tl.float32)
+        across_rate = (weight * (strength / rho * left)).to(tl.float32)
+        own_rate = (weight * (strength / rho * own_left)).to(tl.float32)
+    tl.store(phi_out + rows, phi, mask=inside)
+    tl.store(partial + b * programs + block, tl.sum(tl.where(inside, weight * phi, 0.0).to(tl.float64), 0))
+    if wanted != 0:
+        for start in range(0, d, CHUNK):
+            dims = start + tl.arange(0, CHUNK)
+            there = inside[:, None] & (dims[None, :] < d)
+            where = (first + rows[:, None]).to(tl.int64) * d + dims[None, :]
+            own_slopes = slopes + (2 * b + 1) * (n + m) * d
+            total = tl.load(slopes + 2 * b * (n + m) * d + where, mask=there, other=0.0) * across_rate[:, None]
+            if debias != 0:
+                total -= tl.load(own_slopes + where, mask=there, other=0.0) * own_rate[:, None]
+            out = (by_place + rows[:, None].to(tl.int64)) * d + dims[None, :]
+            tl.store(by + out, total, mask=there)

@@ -48,12 +48,10 @@ def anneal(
     backend: str,
 ) -> tuple[Side, Side]:
     """Run the descent on points (B, n, d), (B, m, d) with weights (B, n), (B, m)."""
-    kernel = _kernel(x, y, settings, backend)
-    fused = getattr(kernel, "anneal", None)
-    if fused is not None:
-        steps = _one_launch_each(settings, lists(settings, x, y))
-        how = settings.debias, need_x, need_y, precision or session().precision
-        return _sides(fused(x, a, y, b, settings.p, steps, *how, lambda over: _shown(over, settings)), settings, x, y)
+    clouds = (x, a, y, b)
+    kernel = whole_descents(x, y, settings, backend)
+    if kernel is not None:
+        return _sides(kernel.anneal(*task(kernel, clouds, settings, need_x, need_y, precision)), settings, x, y)
     steps = descent(settings, x, y)
     logs = log_weights(a), log_weights(b)
     costs = _costs(x, y, steps[0].epsilon * settings.unit, settings, precision, backend)
@@ -64,14 +62,24 @@ def anneal(
     return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
 
 
-def _kernel(x: Tensor, y: Tensor, settings: Settings, backend: str) -> Any:
-    """The kernel for whole descents, or None where only kernels for single softmins are known by that name."""
+def whole_descents(x: Tensor, y: Tensor, settings: Settings, backend: str) -> Any:
+    """The kernel for whole descents, or None where the one in charge knows single softmins only."""
     shape = x.shape[0], x.shape[1], y.shape[1]
     request = Request("torch", x.device.type, "points", x.dtype, settings.metric, shape, x.shape[-1])
     try:
-        return dispatch.select("divergence", request, _names(backend))
+        kernel = dispatch.select("divergence", request, _names(backend))
     except dispatch.BackendError:
         return None
+    return kernel if hasattr(kernel, "anneal") else None
+
+
+def task(kernel: Any, clouds: Any, settings: Settings, need_x: bool, need_y: bool, precision: str) -> tuple[Any, Any]:
+    """The problem, as such a kernel takes it."""
+    steps = _one_launch_each(settings, lists(settings, clouds[0], clouds[2]))
+    how = precision or session().precision, lambda over: _shown(over, settings)
+    return kernel.Clouds(*clouds), kernel.Task(
+        settings.p, steps, settings.rho, settings.debias, need_x, need_y, *how
+    )
 
 
 Numbers = tuple[float, float, float]  # temperature, damping, and how much of the potentials is kept

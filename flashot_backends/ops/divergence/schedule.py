@@ -59,11 +59,20 @@ def temperatures(p: int, diameter: float, blur: float, scaling: float) -> list[f
     return [float(diameter) ** p, *np.exp(logarithms).tolist(), blur**p]
 
 
+Corner = list[float]
+
+
 def extents(x: Tensor, y: Tensor, each: bool) -> list[float]:
     """Diagonals of the boxes around both clouds: one for the batch, or one for each element. Waits for the device."""
     x, y = (x, y) if each else (x.flatten(0, 1)[None], y.flatten(0, 1)[None])
-    low, high = torch.minimum(x.amin(1), y.amin(1)), torch.maximum(x.amax(1), y.amax(1))
-    return (high.double() - low.double()).norm(dim=-1).tolist()  # type: ignore[no-any-return]
+    (low_x, high_x), (low_y, high_y) = torch.aminmax(x, dim=1), torch.aminmax(y, dim=1)
+    return [_diagonal(*corners) for corners in zip(*torch.stack([low_x, high_x, low_y, high_y]).tolist(), strict=True)]
+
+
+def _diagonal(low_x: Corner, high_x: Corner, low_y: Corner, high_y: Corner) -> float:
+    """On the host, where a few numbers are quicker than on a card."""
+    sides = zip(map(max, high_x, high_y), map(min, low_x, low_y), strict=True)
+    return math.sqrt(sum((high - low) ** 2 for high, low in sides))
 
 
 class Step(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..sinkhorn.torch_ops import StreamedOp
-from .loop import Side, anneal
+from .loop import Side, anneal, task, whole_descents
 from .schedule import Settings
 
 
@@ -42,6 +42,10 @@ def divergence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Values (B,), and their gradients by x, a, y and b."""
     settings = Settings(p, blur, reach, scaling, diameters, each, debias, verbose)
+    kernel = whole_descents(x, y, settings, backend)
+    if kernel is not None:
+        found: Any = kernel.divergence(*task(kernel, (x, a, y, b), settings, need_x, need_y, precision))
+        return found  # type: ignore[no-any-return]
     rows, columns = anneal(x, a, y, b, settings, need_x, need_y, precision, backend)
     value_a, by_x, by_a = _integrated(rows, a, settings)
     value_b, by_y, by_b = _integrated(columns, b, settings)
