@@ -5,11 +5,13 @@
 mask, so a masked token scores 0 and wins where all others are negative. ``"flashot:exclude"`` is the other reading, in
 which a masked token cannot win. Scores come back in float32 (float64 for float64 embeddings), whatever the embeddings.
 
-Where there is no argument to ask with (``rank.rerank``, the index), the environment variable or ``substitute`` decides.
+Where there is no argument to ask with (``rank.rerank``, the losses, the Stanford index), the environment variable or
+``substitute`` decides. ``Index`` is an index of this package's own with the interface of PyLate's.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import logging
@@ -26,7 +28,11 @@ MODULES = (
     "pylate.scores.scores",  # where PyLate 1.4 and older define them
     "pylate.scores.xtr",
     "pylate.rank.rank",
+    "pylate.losses.contrastive",
+    "pylate.losses.cached_contrastive",
     "pylate.indexes.stanford_nlp.modeling.colbert",
+    "pylate.indexes.stanford_nlp.search.index_storage",
+    "pylate.indexes.stanford_nlp.indexing.codecs.residual",
 )
 VARIABLE = "PYLATE_SCORES_BACKEND"
 MASKED = {"flashot": "zero", "flashot:exclude": "exclude"}
@@ -34,11 +40,14 @@ SCORED = ("queries_embeddings", "documents_embeddings", "queries_mask", "documen
 GROUP_BYTES = {"cpu": 1 << 24, "other": 1 << 30}  # documents that one launch of the reranker holds
 
 _log = logging.getLogger("flashot_backends")
+_for_a_loss: contextvars.ContextVar[bool] = contextvars.ContextVar("flashot_pylate_loss", default=False)
 
 
 def adapt(module: Any, host: Any) -> None:
     """Wrap what the given leaf module of PyLate defines."""
-    wrappers = _WRAPPERS[module.__name__]
+    for name in _LOSSES.get(module.__name__, ()):
+        host.wrap(module, name, functools.partial(_announced, module, host), ("self",))
+    wrappers = _WRAPPERS.get(module.__name__, {})
     for name, (replacement, parameters) in wrappers.items():
         if name.startswith("ColBERTScores.") and not hasattr(module, "ColBERTScores"):
             continue  # PyLate 1.4 and older
@@ -135,8 +144,29 @@ def _groups(masked, self, queries_embeddings, documents_embeddings, queries_mask
     """All groups of ``ColBERTScores`` at once: documents (D, N, tokens, d) in the order of its columns."""
     q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
     _check(q, d)
-    mask = _mask(documents_mask)
-    return _maxsim()(q, d.flatten(0, 1), _mask(queries_mask), None if mask is None else mask.flatten(0, 1), masked)
+    q_mask, mask = _mask(queries_mask), _mask(documents_mask)
+    if _for_a_loss.get() and not isinstance(q, list):
+        from flashot_backends.ops.maxsim import deferred
+
+        if deferred.worthwhile(q, d):
+            return deferred.DeferredScores(q, d, q_mask, mask, masked)
+    return _maxsim()(q, d.flatten(0, 1), q_mask, None if mask is None else mask.flatten(0, 1), masked)
+
+
+def _announced(module: Any, host: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A contrastive loss that takes nothing but the cross entropy of ``ColBERTScores`` lets these wait for it."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores = getattr(module, "ColBERTScores", None)
+        if scores is None or type(getattr(self, "score_metric", None)) is not scores:
+            return original(self, *args, **kwargs)
+        token = _for_a_loss.set(True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _for_a_loss.reset(token)
+
+    return call
 
 
 def _xtr(masked, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
@@ -166,15 +196,32 @@ def _rerank(masked, documents_ids, queries_embeddings, documents_embeddings, dev
 
 
 def _score_group(masked, group):
+    import torch
+
     device = group[0][0].device
-    sets = [[document.to(device, non_blocking=True) for document in documents] for _, _, documents in group]
     queries = [query for query, _, _ in group]
-    _check(queries, [document for documents in sets for document in documents])
-    floors = None
-    if masked == "zero":
-        lengths = [[len(document) for document in documents] for documents in sets]
-        floors = [length < longest for row in lengths for longest in [max(row, default=0)] for length in row]
-    return _maxsim()(queries, sets, floors=floors)
+    orders = [sorted(range(len(own)), key=lambda i, own=own: -len(own[i])) for _, _, own in group]
+    documents = [own[i] for (_, _, own), order in zip(group, orders, strict=True) for i in order]
+    _check(queries, documents)
+    lengths = [len(document) for document in documents]
+    counts = [len(order) for order in orders]
+    if documents:  # one copy to the device
+        documents = list(torch.cat(documents).to(device, non_blocking=True).split(lengths))
+    first, sets, floors = 0, [], []
+    for count in counts:
+        sets.append(documents[first : first + count])
+        floors += [length < lengths[first] for length in lengths[first : first + count]]
+        first += count
+    found = _maxsim()(queries, sets, floors=floors if masked == "zero" else None)
+    return [scores[_inverse(order, device)] for scores, order in zip(found, orders, strict=True)]
+
+
+def _inverse(order, device):
+    """Longest documents are started first; this brings their scores back into the order that was given."""
+    import torch
+
+    places = torch.tensor(order, dtype=torch.int64)
+    return torch.empty_like(places).scatter_(0, places, torch.arange(len(places))).to(device)
 
 
 def _launches(calls: list[Any]) -> Iterator[list[Any]]:
@@ -198,6 +245,40 @@ def _ranked(scores, ids):
 
     values, places = torch.sort(scores, descending=True, stable=True)
     return [{"id": ids[i], "score": score} for i, score in zip(places.tolist(), values.tolist(), strict=True)]
+
+
+def _score_pids(masked, self, config, Q, pids, centroid_scores):
+    """The Stanford index's search after it has candidates: cut twice by centroids, then scored from their codes."""
+    from flashot_backends.ops.maxsim import Residuals
+    from flashot_backends.ops.maxsim.pruning import gathered, pruned
+
+    codes, residuals = self.embeddings.codes, self.embeddings.residuals
+    offsets = self.offsets.to(codes.device)
+    if centroid_scores is not None:
+        threshold = config.centroid_score_threshold
+        pids = pruned(centroid_scores, pids, codes, offsets, threshold, config.ndocs)
+    places, lengths = gathered(offsets, pids.to(codes.device).long())
+    device, codec = Q.device, self.codec
+    packed = codes[places].to(device), residuals[places].to(device)
+    tables = codec.centroids.to(device), codec.bucket_weights.to(device)
+    documents = Residuals(*packed, lengths, *tables)
+    aligned = len(Q) > 1
+    scores = _maxsim()(Q.float(), documents, pairs=aligned)
+    return _unreached(scores if aligned else scores[0], Q.shape[1]), pids
+
+
+def _decompressed(masked, self, compressed_embs):
+    """The Stanford index's tokens from their codes, of length 1."""
+    import torch
+
+    from flashot_backends.ops.maxsim import Residuals
+
+    device = self.centroids.device
+    codes, residuals = compressed_embs.codes.to(device), compressed_embs.residuals.to(device)
+    coded = Residuals(codes, residuals, [len(codes)], self.centroids, self.bucket_weights.to(device))
+    parts = [coded[first : first + (1 << 15)] for first in range(0, len(codes), 1 << 15)]
+    found = torch.cat(parts) if parts else coded[:]
+    return found.half() if self.use_gpu else found
 
 
 def _packed(masked, Q, D_packed, D_lengths, config=None):
@@ -309,4 +390,22 @@ _WRAPPERS: dict[str, dict[str, tuple[Callable[..., Any], tuple[str, ...]]]] = {
         "colbert_score_packed": (_packed, ("Q", "D_packed", "D_lengths", "config")),
         "colbert_score": (_padded, ("Q", "D_padded", "D_mask", "config")),
     },
+    "pylate.indexes.stanford_nlp.search.index_storage": {
+        "IndexScorer.score_pids": (_score_pids, ("self", "config", "Q", "pids", "centroid_scores")),
+    },
+    "pylate.indexes.stanford_nlp.indexing.codecs.residual": {
+        "ResidualCodec.decompress": (_decompressed, ("self", "compressed_embs")),
+    },
 }
+_LOSSES = {
+    "pylate.losses.contrastive": ("Contrastive.forward",),
+    "pylate.losses.cached_contrastive": ("CachedContrastive.calculate_loss",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Index":
+        from .pylate_index import Index
+
+        return Index
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

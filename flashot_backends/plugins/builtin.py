@@ -22,6 +22,8 @@ def flashot_register_kernels() -> list[KernelSpec]:
         KernelSpec("divergence", "reference", f"{_KERNELS}.sinkhorn.reference", torch, priority=0),
         KernelSpec("maxsim", "triton", f"{_KERNELS}.maxsim.triton", torch, cuda, triton, 20),
         KernelSpec("maxsim", "torch", f"{_KERNELS}.maxsim.blocks", torch, priority=10),
+        KernelSpec("maxsim", "pallas_gpu", f"{_KERNELS}.maxsim.pallas_gpu", jax, cuda, ("jax",), 20),
+        KernelSpec("maxsim", "pallas_tpu", f"{_KERNELS}.maxsim.pallas_tpu", jax, tpu, ("jax",), 20),
         KernelSpec("maxsim", "chunked", f"{_KERNELS}.maxsim.jax_blocks", jax, None, ("jax",), 10),
         KernelSpec("maxsim", "reference", f"{_KERNELS}.maxsim.reference", torch, priority=0),
         KernelSpec("attention", "pallas_gpu", f"{_KERNELS}.attention.pallas_gpu", jax, cuda, ("jax",), 20),

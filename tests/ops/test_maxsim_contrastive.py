@@ -17,7 +17,8 @@ def dense(q, x, labels, *masks, temperature, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_like_cross_entropy(block, reduction, masked, monkeypatch):
-    monkeypatch.setattr("flashot_backends.ops.maxsim.loss.BLOCK", block)
+    monkeypatch.setattr("flashot_backends.ops.maxsim.loss.WINNERS", block)
+    monkeypatch.setattr("flashot_backends.ops.maxsim.loss.SCORES", block)
     q, x = tokens(4, 5, 8, dtype=torch.float64), tokens(7, 6, 8, seed=1, dtype=torch.float64)
     labels = torch.tensor([6, 0, 3, 3])
     masks = ()

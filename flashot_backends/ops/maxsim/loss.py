@@ -7,7 +7,8 @@ import torch
 from .derivatives import kernel_for, score, transformed
 from .inputs import build
 
-BLOCK = 1 << 24  # winners alive at a time
+SCORES = 1 << 20  # scores alive at a time where no winners are wanted
+WINNERS = 1 << 21  # winners alive at a time
 
 
 def contrastive(
@@ -75,10 +76,9 @@ def _labels(labels, problem):
     return labels
 
 
-def _blocks(problem):
+def _blocks(problem, step):
     """The problem in runs of documents: (first, last, part)."""
-    rows = max(problem.queries.shape[0] * problem.queries.shape[1], 1)
-    step = max(BLOCK // rows, 1)
+    step = max(step, 1)
     for first in range(0, len(problem.documents), step):
         last = min(first + step, len(problem.documents))
         mask = problem.documents_mask
@@ -92,7 +92,7 @@ class _Contrastive(torch.autograd.Function):
         kernel = kernel_for(problem, backend)
         total: Any = None
         own: Any = None
-        for first, last, part in _blocks(problem):
+        for first, last, part in _blocks(problem, SCORES // max(len(queries), 1)):
             scores = kernel.forward(part, False)[0] / temperature
             sums = scores.logsumexp(1)
             total = sums if total is None else torch.logaddexp(total, sums)
@@ -115,11 +115,12 @@ class _Contrastive(torch.autograd.Function):
         to_documents: Any = (
             torch.empty_like(documents, memory_format=torch.contiguous_format) if for_documents else None
         )
-        for first, last, part in _blocks(problem):
+        for first, last, part in _blocks(problem, WINNERS // max(queries[..., 0].numel(), 1)):
             scores, winners = kernel.forward(part, True)
-            slope = (scores / temperature - total[:, None]).exp()
+            slope = scores.div_(temperature).sub_(total[:, None]).exp_()
             inside = (labels >= first) & (labels < last)
-            slope[inside.nonzero()[:, 0], labels[inside] - first] -= 1
+            own = (labels - first).clamp(0, last - first - 1)[:, None]
+            slope.scatter_add_(1, own, -inside[:, None].to(slope.dtype))
             slope *= (gradient / temperature)[:, None]
             found = kernel.backward(part, winners, slope, for_queries, for_documents)
             if for_queries:
