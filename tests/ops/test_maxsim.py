@@ -204,5 +204,4 @@ def test_numpy_and_jax_are_answered_in_kind():
     assert isinstance(values, jax.Array)
     close(torch.from_numpy(np.array(values)), topk(q, x, 2, documents_mask=dm)[0])
     assert places.shape == (2, 2)
-    with pytest.raises(TypeError, match="JAX tracer"):
-        jax.jit(maxsim)(a, b)
+    close(torch.from_numpy(np.array(jax.jit(maxsim)(a, b))), maxsim(q, x))

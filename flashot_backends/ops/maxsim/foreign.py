@@ -18,6 +18,10 @@ def in_torch(function):
         first = _first(queries)
         if isinstance(first, torch.Tensor) or framework(first) not in OTHERS:
             return function(queries, documents, *args, **kwargs)
+        if framework(first) == "jax" and function.__name__ in ("maxsim", "topk"):
+            from . import jax_ops
+
+            return getattr(jax_ops, function.__name__)(queries, documents, *args, **kwargs)
         queries, documents = _taken(queries, "queries"), _taken(documents, "documents")
         taken = [_taken(value, "an argument") for value in args]
         kwargs = {name: _taken(value, name) for name, value in kwargs.items()}
