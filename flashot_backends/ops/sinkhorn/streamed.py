@@ -1,0 +1,80 @@
+"""One differentiable operation in three dresses, and what every such operation needs to say of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def plain(tensors: Iterable[Any]) -> bool:
+    """Whether real tensors are computed on right now: no compiler, tracer, mode or functional transform looks on."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def transformed() -> bool:
+    """Whether ``torch.func`` (grad, vmap) looks on, and no compiler."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class StreamedOp:
+    """One differentiable operation in three dresses.
+
+    On plain tensors it is an ``autograd.Function``, which costs microseconds and imports nothing. Under
+    ``torch.compile`` and other tracers it is the custom op ``flashot::sinkhorn_<name>``; ``torch.func``, which does not
+    differentiate custom ops by itself, sees that op in an ``autograd.Function`` again.
+    """
+
+    def __init__(self, compute: Callable[..., Any]):
+        name = compute.__name__
+        self.compute = compute
+        self.custom = torch.library.custom_op(f"flashot::sinkhorn_{name}", mutates_args=())(compute)
+        self.function: Any = type(name, (torch.autograd.Function,), {"forward": staticmethod(compute)})
+        general = {"forward": staticmethod(self.custom), "generate_vmap_rule": True}
+        self.general: Any = type(name, (torch.autograd.Function,), general)
+        self.__name__, self.__doc__ = name, compute.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        """Compute, in the dress that fits."""
+        if not plain(args):
+            return self.general.apply(*args) if transformed() else self.custom(*args)
+        if torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in args):
+            return self.function.apply(*args)
+        return self.compute(*args)
+
+    def fake(self, shapes: Callable[..., Any]) -> None:
+        """Say what shapes come out."""
+        self.custom.register_fake(shapes)
+
+    def derivative(self, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
+        """Say how gradients flow back, and what is kept for that."""
+        self.custom.register_autograd(backward, setup_context=setup)
+        for function in (self.function, self.general):
+            function.backward = staticmethod(backward)
+            function.setup_context = staticmethod(setup or (lambda ctx, inputs, output: None))
+
+
+def cost_gradients(cost: tuple[Tensor, ...] | None, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients by the cost's tensors in their dtype; a tensor without elements where there is none."""
+    nothing = x.new_empty(0)
+    if cost is None:
+        return nothing, x.new_empty(0)
+    return cost[0].to(x.dtype), cost[1].to(x.dtype) if y is not None else nothing
+
+
+def fake_cost(x: Tensor, y: Tensor | None, needed: bool) -> tuple[Tensor, Tensor]:
+    """The shapes of ``cost_gradients``."""
+    if not needed:
+        return x.new_empty(0), x.new_empty(0)
+    return torch.empty_like(x), torch.empty_like(y) if y is not None else x.new_empty(0)
+
+
+def given(tensor: Tensor, like: Tensor | None) -> Tensor | None:
+    """A gradient, or None where an operation returned no elements for it."""
+    return tensor if like is not None and tensor.numel() == like.numel() else None
