@@ -71,19 +71,24 @@ def step(model, optimiser, batch):
     return value, right
 
 
+def train(steps, bfloat16):
+    model = Model(nnx.Rngs(0), jnp.bfloat16 if bfloat16 else jnp.float32)
+    optimiser, losses = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param), []
+    for number in range(steps):
+        value, right = step(model, optimiser, alignments.batch(number))
+        losses.append(float(value))
+        if number % 50 == 0 or number == steps - 1:
+            print(f"step {number:4d}  loss {losses[-1]:.3f}  right {float(right):.2f}", flush=True)
+    return model, losses
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--out", default="flax_alignment.png")
     options = parser.parse_args()
-    model = Model(nnx.Rngs(0), jnp.bfloat16 if options.bfloat16 else jnp.float32)
-    optimiser, losses = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param), []
-    for number in range(options.steps):
-        value, right = step(model, optimiser, alignments.batch(number))
-        losses.append(float(value))
-        if number % 50 == 0 or number == options.steps - 1:
-            print(f"step {number:4d}  loss {losses[-1]:.3f}  right {float(right):.2f}", flush=True)
+    model, losses = train(options.steps, options.bfloat16)
     held_out = alignments.batch(10**6, 64)
     value, right = nnx.jit(loss_of)(model, held_out)
     print(f"unseen sequences: loss {float(value):.3f}, right {float(right):.2f}")
