@@ -89,6 +89,13 @@ def divergence(clouds: Clouds, task: Task) -> tuple[Tensor, ...]:
         return descent.integral(descent.last())
 
 
+def sums(points: Tensor, weights: Tensor, kind: str, blur: float, slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Sums of a kernel over one signed cloud, for few coordinates (``triton_norms.py``)."""
+    from .triton_norms import sums as found
+
+    return found(points, weights, kind, blur, slope)
+
+
 def _descended(clouds: Clouds, task: Task) -> Descent:
     if not INTERPRETED:
         _get_ready(clouds, task)

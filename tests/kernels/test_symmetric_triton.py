@@ -12,7 +12,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from flashot_backends import dispatch  # noqa: E402
 from flashot_backends.kernels.sinkhorn import triton_symmetric  # noqa: E402
-from flashot_backends.ops.divergence import sinkhorn_divergence, sinkhorn_potentials  # noqa: E402
+from flashot_backends.ops.divergence import KERNELS, kernel_norm, sinkhorn_divergence, sinkhorn_potentials  # noqa: E402
 from flashot_backends.plugins import KernelSpec  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -165,3 +165,31 @@ def test_what_is_left_to_others():
     assert triton_symmetric.applies(good) is None
     for change, words in (({"dtype": torch.float64}, "float64"), ({"width": 9}, "clamped"), ({"width": 0}, "no coord")):
         assert words in triton_symmetric.applies(good._replace(**change))
+
+
+@pytest.mark.parametrize("wanted", ["xyab", "y", ""])
+@pytest.mark.parametrize("d", [1, 3, 8])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_norms(kernel, d, wanted):
+    parts = problem(30, 41, d, (2,))
+
+    def found(backend, dtype):
+        inputs = dict(zip("xyab", (part.to(dtype) for part in parts), strict=True))
+        needed = [inputs[name].requires_grad_() for name in wanted]
+        value = kernel_norm(kernel, **inputs, blur=0.4, backend=backend)
+        return [value.detach(), *(torch.autograd.grad(value.sum(), needed) if needed else ())]
+
+    for ours, exact in zip(found(NAME, torch.float32), found("torch", torch.float64), strict=True):
+        assert ours.dtype == torch.float32
+        assert distance(ours, exact, False) < 2e-6
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_norms_where_points_meet(kernel):
+    x = problem()[0].float()
+    x = torch.cat([x, x[:3]]).requires_grad_()
+    value = kernel_norm(kernel, x, x.detach()[:5], blur=0.4, backend=NAME)
+    exact = kernel_norm(kernel, x.double(), x.detach()[:5].double(), blur=0.4, backend="torch")
+    torch.testing.assert_close(value.double(), exact, rtol=3e-6, atol=0)
+    ours, theirs = torch.autograd.grad(value, x)[0], torch.autograd.grad(exact, x)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -104,7 +104,7 @@ def kernel_norm(
     from . import arguments, kernels
 
     clouds = arguments.clouds(x, y, a, b)
-    how = arguments.how(clouds, precision, backend)[2:]
+    how = arguments.how(clouds, precision, backend)
     return clouds.restored(kernels.norm(arguments.kernel(kernel), clouds.tensors, arguments.length("blur", blur), how))
 
 

@@ -49,7 +49,7 @@ def anneal(
 ) -> tuple[Side, Side]:
     """Run the descent on points (B, n, d), (B, m, d) with weights (B, n), (B, m)."""
     clouds = (x, a, y, b)
-    kernel = whole_descents(x, y, settings, backend)
+    kernel = in_one_go(x, y, settings.metric, backend)
     if kernel is not None:
         return _sides(kernel.anneal(*task(kernel, clouds, settings, need_x, need_y, precision)), settings, x, y)
     steps = descent(settings, x, y)
@@ -62,10 +62,10 @@ def anneal(
     return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
 
 
-def whole_descents(x: Tensor, y: Tensor, settings: Settings, backend: str) -> Any:
-    """The kernel for whole descents, or None where the one in charge knows single softmins only."""
+def in_one_go(x: Tensor, y: Tensor, metric: str, backend: str) -> Any:
+    """The kernel for whole descents and norms, or None where the one in charge knows single reductions only."""
     shape = x.shape[0], x.shape[1], y.shape[1]
-    request = Request("torch", x.device.type, "points", x.dtype, settings.metric, shape, x.shape[-1])
+    request = Request("torch", x.device.type, "points", x.dtype, metric, shape, x.shape[-1])
     try:
         kernel = dispatch.select("divergence", request, _names(backend))
     except dispatch.BackendError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..sinkhorn.torch_ops import StreamedOp
-from .loop import Side, anneal, task, whole_descents
+from .loop import Side, anneal, in_one_go, task
 from .schedule import Settings
 
 
@@ -42,7 +42,7 @@ def divergence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Values (B,), and their gradients by x, a, y and b."""
     settings = Settings(p, blur, reach, scaling, diameters, each, debias, verbose)
-    kernel = whole_descents(x, y, settings, backend)
+    kernel = in_one_go(x, y, settings.metric, backend)
     if kernel is not None:
         found: Any = kernel.divergence(*task(kernel, (x, a, y, b), settings, need_x, need_y, precision))
         return found  # type: ignore[no-any-return]
@@ -118,6 +118,38 @@ def _divergence_grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
 
 divergence.derivative(_divergence_grad, _divergence_setup)
 divergence_backward.derivative(refuse_second)
+
+# ------------------------------------------------------------------------------------------- kernel norms, in one pass
+
+
+@StreamedOp
+def norm(
+    x: Tensor, a: Tensor, y: Tensor, b: Tensor, kind: str, blur: float, need_x: bool, need_y: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """½ ⟨c, k ⋆ c⟩ (B,) of the signed cloud c = (a, −b) at (x, y), and its gradients by x, a, y and b."""
+    signs, n = torch.cat([a, -b], 1), x.shape[1]
+    kernel = in_one_go(x, y, "clamped", backend)
+    smoothed, slopes = kernel.sums(torch.cat([x, y], 1), signs, kind, blur, need_x or need_y)
+    value = 0.5 * (signs * smoothed).sum(-1, dtype=torch.float64).to(a.dtype)
+    by_points = None if slopes is None else _scaled(slopes, signs).to(x.dtype)
+    by_x, by_y = (
+        a.new_empty(0, dtype=x.dtype) if by_points is None or not need else by_points[:, part].contiguous()
+        for need, part in ((need_x, slice(n)), (need_y, slice(n, None)))
+    )
+    return value, by_x, smoothed[:, :n].contiguous(), by_y, -smoothed[:, n:]
+
+
+@norm.fake
+def _(x, a, y, b, kind, blur, need_x, need_y, backend):  # type: ignore[no-untyped-def]
+    points = [torch.empty_like(part) if need else part.new_empty(0) for part, need in ((x, need_x), (y, need_y))]
+    return a.new_empty(a.shape[0]), points[0], torch.empty_like(a), points[1], torch.empty_like(b)
+
+
+def _norm_grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    return _divergence_grad(ctx, grad)[: 4 + 5]
+
+
+norm.derivative(_norm_grad, _divergence_setup)
 
 # ------------------------------------------------------------------------------------------------------- its potentials
 
