@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..sinkhorn import torch_ops as sinkhorn_ops
 from . import torch_ops
-from .loop import in_one_go
 
 
 def norm(
@@ -20,9 +19,17 @@ def norm(
     The kernel is symmetric, so the derivative of ⟨α, k ⋆ α⟩ is twice that with one of its two arguments held.
     """
     x, a, y, b = clouds
-    need_x, need_y, *how = how
-    if in_one_go(x, y, "clamped", how[1]) is not None:
-        return torch_ops.norm(x, a, y, b, kernel, blur, need_x, need_y, how[1])[0]
+    need_x, need_y, precision, backend = how
+    if torch_ops.in_one_pass(x, y, backend):
+        return torch_ops.norm(x, a, y, b, kernel, blur, need_x, need_y, precision, backend)[0]
+    return in_parts(kernel, clouds, blur, (precision, backend))
+
+
+def in_parts(
+    kernel: str, clouds: tuple[Tensor, Tensor, Tensor, Tensor], blur: float, how: tuple[str, str]
+) -> Tensor:
+    """The same from three products with the kernel."""
+    x, a, y, b = clouds
     own_x = smooth(kernel, x, x.detach(), a.detach(), blur, how)
     own_y = smooth(kernel, y, y.detach(), b.detach(), blur, how)
     across = smooth(kernel, x, y, b, blur, how)

@@ -17,6 +17,8 @@ from ..sinkhorn.torch_ops import StreamedOp
 from .loop import Side, anneal, in_one_go, task
 from .schedule import Settings
 
+FEW_COORDINATES = 8  # for which kernels take differences of points rather than products
+
 
 def refuse_second(ctx: Any, *grads: Any) -> Any:
     """Stand where a second derivative would."""
@@ -122,31 +124,51 @@ divergence_backward.derivative(refuse_second)
 # ------------------------------------------------------------------------------------------- kernel norms, in one pass
 
 
+def in_one_pass(x: Tensor, y: Tensor, backend: str) -> bool:
+    """Whether a kernel sums over all pairs and gives the gradients too. A compiler is told without asking anybody."""
+    if torch.compiler.is_compiling():
+        return x.device.type == "cuda" and x.dtype != torch.float64 and 0 < x.shape[-1] <= FEW_COORDINATES
+    return in_one_go(x, y, "clamped", backend) is not None
+
+
 @StreamedOp
 def norm(
-    x: Tensor, a: Tensor, y: Tensor, b: Tensor, kind: str, blur: float, need_x: bool, need_y: bool, backend: str
+    x: Tensor, a: Tensor, y: Tensor, b: Tensor, kind: str, blur: float, need_x: bool, need_y: bool, precision: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """½ ⟨c, k ⋆ c⟩ (B,) of the signed cloud c = (a, −b) at (x, y), and its gradients by x, a, y and b."""
-    signs, n = torch.cat([a, -b], 1), x.shape[1]
-    kernel = in_one_go(x, y, "clamped", backend)
+    kernel, n = in_one_go(x, y, "clamped", backend), x.shape[1]
+    if kernel is None:
+        return _norm_in_parts(x, a, y, b, kind, blur, (precision, backend))
+    signs = torch.cat([a, -b], 1)
     smoothed, slopes = kernel.sums(torch.cat([x, y], 1), signs, kind, blur, need_x or need_y)
     value = 0.5 * (signs * smoothed).sum(-1, dtype=torch.float64).to(a.dtype)
     by_points = None if slopes is None else _scaled(slopes, signs).to(x.dtype)
     by_x, by_y = (
-        a.new_empty(0, dtype=x.dtype) if by_points is None or not need else by_points[:, part].contiguous()
+        x.new_empty(0) if by_points is None or not need else by_points[:, part].contiguous()
         for need, part in ((need_x, slice(n)), (need_y, slice(n, None)))
     )
     return value, by_x, smoothed[:, :n].contiguous(), by_y, -smoothed[:, n:]
 
 
+def _norm_in_parts(x: Tensor, a: Tensor, y: Tensor, b: Tensor, kind: str, blur: float, how: Any) -> Any:
+    """For a compiled graph that finds no such kernel after all."""
+    from .kernels import in_parts
+
+    with torch.enable_grad():
+        inputs = tuple(part.detach().requires_grad_() for part in (x, a, y, b))
+        value = in_parts(kind, inputs, blur, how)  # type: ignore[arg-type]
+        return value.detach(), *torch.autograd.grad(value.sum(), inputs)
+
+
 @norm.fake
-def _(x, a, y, b, kind, blur, need_x, need_y, backend):  # type: ignore[no-untyped-def]
+def _(x, a, y, b, kind, blur, need_x, need_y, precision, backend):  # type: ignore[no-untyped-def]
     points = [torch.empty_like(part) if need else part.new_empty(0) for part, need in ((x, need_x), (y, need_y))]
     return a.new_empty(a.shape[0]), points[0], torch.empty_like(a), points[1], torch.empty_like(b)
 
 
 def _norm_grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
-    return _divergence_grad(ctx, grad)[: 4 + 5]
+    return _divergence_grad(ctx, grad)[: 4 + 6]
 
 
 norm.derivative(_norm_grad, _divergence_setup)
