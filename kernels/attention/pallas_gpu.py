@@ -153,9 +153,12 @@ def _parts(array: jax.Array, problems: int) -> tuple[tuple[jax.Array, ...], jax.
     largest = jnp.max(jnp.abs(padded), axis=(1, 2))
     unit = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30))) - 14)  # parts of at most 2^14; float16 holds 2^16
     scaled = padded / unit[:, None, None]
-    high = scaled.astype(jnp.float16)
-    low = (scaled - high.astype(jnp.float32)).astype(jnp.float16)
-    return (high, low), jnp.repeat(unit, problems // unit.shape[0])
+    high = lax.reduce_precision(
+        scaled, 5, 10
+    )  # to float16 and back; XLA would drop such a pair of casts as superfluous
+    return tuple(part.astype(jnp.float16) for part in (high, scaled - high)), jnp.repeat(
+        unit, problems // unit.shape[0]
+    )
 
 
 def _tokens(array: jax.Array, value, axis: int = -1) -> jax.Array:
@@ -180,6 +183,7 @@ class _Shape(NamedTuple):
 
     n: int
     height: int
+    strips: int
     width: int
     tiles: int
     window: int | None
@@ -390,23 +394,44 @@ def _operand(part, value):
 @functools.partial(jax.jit, static_argnums=range(7))
 def _launch(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns):
     """Jitted on its own, so that the half-steps of a call share one trace."""
+    setting = kernel, blocks, n, window, packed, width, interpreted
+    return _foldable(functools.partial(_call, *setting))(scalars, rows, columns)
+
+
+def _foldable(function):
+    """Under vmap there are more problems, not one more axis of a grid that has only three, two of them short."""
+    folding = jax.custom_batching.custom_vmap(function)
+
+    @folding.def_vmap
+    def _(size, batched, *arguments):
+        def fold(own, part):
+            part = part if own else jnp.broadcast_to(part, (size, *part.shape))
+            return part.reshape(-1, *part.shape[2:])
+
+        out = folding(*jax.tree.map(fold, batched, list(arguments)))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return folding
+
+
+def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns):
     height, breadth, warps, stages = blocks
     (problems,), padded = scalars["scale"].shape, rows["features"][0].shape[1]
-    shape = _Shape(n, height, breadth, columns["features"][0].shape[1] // breadth, window, packed)
+    shape = _Shape(n, height, padded // height, breadth, columns["features"][0].shape[1] // breadth, window, packed)
     groups = scalars, rows, columns
     specs = (
-        jax.tree.map(lambda _: pl.BlockSpec((1,), lambda i, p: (p,)), scalars),
-        {name: jax.tree.map(functools.partial(_row_spec, name, height, problems), part) for name, part in rows.items()},
-        jax.tree.map(lambda part: _column_spec(part, problems), columns),
+        jax.tree.map(lambda _: pl.BlockSpec((1,), lambda program: (_div(program, shape.strips),)), scalars),
+        {name: jax.tree.map(functools.partial(_row_spec, name, shape, problems), part) for name, part in rows.items()},
+        jax.tree.map(functools.partial(_column_spec, shape, problems), columns),
     )
     leaves, structure = jax.tree.flatten(groups)
     out = (problems, padded, width) if width else (problems, padded)
     return pl.pallas_call(
         functools.partial(_entry, kernel, shape, structure),
         out_shape=jax.ShapeDtypeStruct(out, jnp.float32),
-        grid=(padded // height, problems),
+        grid=(shape.strips * problems,),
         in_specs=jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, pl.BlockSpec)),
-        out_specs=pl.BlockSpec((None, height, *out[2:]), lambda i, p: (p, i, 0) if width else (p, i)),
+        out_specs=_row_spec("out", shape, problems, jax.ShapeDtypeStruct(out, jnp.float32)),
         compiler_params=_compiler_params(warps, stages),
         interpret=interpreted,
         name=kernel.__name__.strip("_"),
@@ -416,7 +441,8 @@ def _launch(kernel, blocks, n, window, packed, width, interpreted, scalars, rows
 def _entry(kernel, shape, structure, *refs):
     scalars, rows, columns = jax.tree.unflatten(structure, refs[:-1])
     rows = {name: _resident(name, part) for name, part in rows.items()}
-    rows["first"] = pl.program_id(0) * shape.height  # read here: the interpreter knows it only outside of loops
+    strip = _rem(pl.program_id(0), shape.strips)  # the interpreter knows it only outside of loops
+    rows["first"] = strip * shape.height
     kernel(shape, rows, columns, {name: ref[0] for name, ref in scalars.items()}, refs[-1])
 
 
@@ -434,15 +460,30 @@ def _compiler_params(warps: int, stages: int) -> Any:
     return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
-def _row_spec(name: str, height: int, problems: int, array: jax.Array):
-    shared = problems // array.shape[0]
+def _div(program, by: int):
+    return lax.div(program, np.int32(by))  # `//` would take care of signs
+
+
+def _rem(program, by: int):
+    return lax.rem(program, np.int32(by))
+
+
+def _row_spec(name: str, shape: _Shape, problems: int, array):
+    """Programs count the strips of a problem first, then the problems."""
+    shared = shape.strips * (problems // array.shape[0])
+
+    def at(program, *where):
+        strip = _rem(program, shape.strips)
+        return (_div(program, shared), *(strip if part is None else part for part in where))
+
     if name == "terms":
-        return pl.BlockSpec((None, array.shape[1], height), lambda i, p: (p // shared, 0, i))
+        return pl.BlockSpec((None, array.shape[1], shape.height), lambda program: at(program, 0, None))
     if array.ndim == 2:
-        return pl.BlockSpec((None, height), lambda i, p: (p // shared, i))
-    return pl.BlockSpec((None, height, array.shape[2]), lambda i, p: (p // shared, i, 0))
+        return pl.BlockSpec((None, shape.height), lambda program: at(program, None))
+    return pl.BlockSpec((None, shape.height, array.shape[2]), lambda program: at(program, None, 0))
 
 
-def _column_spec(array: jax.Array, problems: int):
-    shared = problems // array.shape[0]
-    return pl.BlockSpec((None, *array.shape[1:]), lambda i, p: (p // shared, *(0,) * (array.ndim - 1)))
+def _column_spec(shape: _Shape, problems: int, array: jax.Array):
+    shared = shape.strips * (problems // array.shape[0])
+    zeros = (0,) * (array.ndim - 1)
+    return pl.BlockSpec((None, *array.shape[1:]), lambda program: (_div(program, shared), *zeros))

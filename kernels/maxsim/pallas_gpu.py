@@ -98,9 +98,11 @@ def _split(array, axes, kind):
     """Two parts of at most 2^14 whose sum times the unit is the array; the unit has no such axes."""
     largest = jnp.max(jnp.abs(array), axis=axes, keepdims=True)
     unit = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30))) - 14)
-    scaled = array / unit
-    high = scaled.astype(kind)
-    return high, (scaled - high.astype(jnp.float32)).astype(kind), unit.squeeze(axes)
+    scaled, width = array / unit, jnp.finfo(kind)
+    high = lax.reduce_precision(
+        scaled, width.nexp, width.nmant
+    )  # XLA would drop a cast to `kind` and back as superfluous
+    return high.astype(kind), (scaled - high).astype(kind), unit.squeeze(axes)
 
 
 def _bias(mask, tokens: int, shape):

@@ -83,6 +83,29 @@ def test_a_wide_range_of_float32_keeps_its_digits(monkeypatch):
     assert (jnp.abs(got - wanted).max(-1) < 3e-6 * jnp.abs(wanted).max(-1)).all()
 
 
+@pytest.mark.parametrize("over_keys", [True, False])
+def test_vmap_twice(monkeypatch, over_keys):
+    """More problems, not more axes of the grid; keys that are not mapped over get the sum of the gradients."""
+    monkeypatch.setattr(api, "choose", lambda request, backend: pallas_gpu)
+    monkeypatch.setattr(pallas_gpu, "interpret", True)
+    q, k, v = cases.normal(1, 2, 3, 4, 20, 8), cases.normal(2, 2, 3, 2, 20, 8), cases.normal(3, 2, 3, 2, 20, 8)
+    q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
+    k, v = (k, v) if over_keys else (k[:1, :1] + 0 * k, v[:1, :1] + 0 * v)
+
+    def one(q, k, v):
+        return sinkhorn_attention(q, k, v, window=6, base_steps=1, tail_steps=1)
+
+    axes = (0, 0, 0) if over_keys else (0, None, None)
+
+    def loss(q, k, v):
+        return (jax.vmap(jax.vmap(one, axes), axes)(q, k, v) ** 2).sum()
+
+    wanted = jax.grad(lambda *t: (one(*t) ** 2).sum(), (0, 1, 2))(q, k, v)
+    got = jax.grad(loss, (0, 1, 2))(q, *((k, v) if over_keys else (k[0, 0], v[0, 0])))
+    wanted = wanted if over_keys else (wanted[0], *(g.sum((0, 1)) for g in wanted[1:]))
+    assert cases.worst_error(got, wanted) < 2e-6
+
+
 def test_float32_stays_float32_where_float64_is_on(x64, monkeypatch):
     got, wanted = (
         loss_and_gradients(monkeypatch, kernel, "padding", None, base_steps=0, tail_steps=0.5)
