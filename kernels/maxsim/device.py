@@ -233,8 +233,8 @@ def _score_document(
             similar = tl.reduce(tl.reshape(similar, (BQ, BT // FOLD, FOLD)), 1, _larger)
         best = tl.maximum(best, similar, propagate_nan=tl.PropagateNan.ALL)
 
-    top = tl.max(best, axis=AXIS)
-    wrong = tl.max((best != best).to(tl.int32), axis=AXIS)
+    top = tl.reduce(best, AXIS, _larger)
+    wrong = top != top
     if RECORD:
         spot = tl.arange(0, BT)
         if DOCUMENT_ROWS:
@@ -242,7 +242,7 @@ def _score_document(
         else:
             found = tl.where(best == top[:, None], step + spot[None, :], 2147483647)
         winner = tl.maximum(tl.minimum(tl.min(found, axis=AXIS), length - 1), 0)  # beyond the end: the last token
-        chosen = counts & (top > float("-inf")) & (wrong == 0)
+        chosen = counts & (top > float("-inf"))
         if HAS_D_MASK and ZERO:
             chosen = chosen & (tl.load(d_mask + winner, mask=chosen, other=0) != 0)
     floor = False
@@ -253,8 +253,7 @@ def _score_document(
     if HAS_FLOORS or (HAS_D_MASK and ZERO):
         if RECORD:
             chosen = chosen & ((top >= 0) | (floor == 0))
-        top = tl.where(floor, tl.maximum(top, 0.0), top)
-    top = tl.where(wrong > 0, float("nan"), top)
+        top = tl.where(floor & (wrong == 0), tl.maximum(top, 0.0), top)
     top = tl.where(counts, top, 0.0)
     if RECORD:
         if OWNED:

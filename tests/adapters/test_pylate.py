@@ -132,8 +132,10 @@ def test_whose_turn_it_is(calls, monkeypatch):
     pylate.scores.colbert_scores(q, d)
     assert len(calls) == 2
     flashot_backends.disable()
-    with pytest.raises(ValueError, match="flashot"):
-        pylate.scores.colbert_scores(q, d)
+    if not pylate.__version__.startswith(("1.3", "1.4", "1.5")):  # these take any name
+        with pytest.raises(ValueError, match="flashot"):
+            pylate.scores.colbert_scores(q, d)
+    assert len(calls) == 2
 
 
 def test_weights_instead_of_masks_stay_with_the_host(calls):
