@@ -257,9 +257,12 @@ def _points(tiles: _Tiles, pairs: Pairs, side: str) -> dict[str, jax.Array]:
 
 
 def split(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float16 parts of float32 numbers in [−1, 1]: hi + lo / 2048."""
-    hi = numbers.astype(jnp.float16)
-    return hi, ((numbers - hi.astype(jnp.float32)) * SPLIT).astype(jnp.float16)
+    """Two float16 parts of float32 numbers in [−1, 1]: hi + lo / 2048.
+
+    Rounded by ``reduce_precision``: XLA may leave out a conversion to float16 and back.
+    """
+    hi = lax.reduce_precision(numbers, exponent_bits=5, mantissa_bits=10)
+    return hi.astype(jnp.float16), ((numbers - hi) * SPLIT).astype(jnp.float16)
 
 
 #: What padded columns hold, so that they weigh nothing: their exponent.
