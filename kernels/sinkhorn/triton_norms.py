@@ -70,10 +70,10 @@ def pair_sums(
                 value = -squares * inverse * weight
                 rate = tl.where(squares > floor * floor, weight * inverse, 0.0)
         total += value
-        s0, s1 = gathered(s0, s0, rate, d0, 0, D, SLOPE, False), gathered(s1, s1, rate, d1, 1, D, SLOPE, False)
-        s2, s3 = gathered(s2, s2, rate, d2, 2, D, SLOPE, False), gathered(s3, s3, rate, d3, 3, D, SLOPE, False)
-        s4, s5 = gathered(s4, s4, rate, d4, 4, D, SLOPE, False), gathered(s5, s5, rate, d5, 5, D, SLOPE, False)
-        s6, s7 = gathered(s6, s6, rate, d6, 6, D, SLOPE, False), gathered(s7, s7, rate, d7, 7, D, SLOPE, False)
+        s0, s1 = gathered(s0, rate, d0, 0, D, SLOPE), gathered(s1, rate, d1, 1, D, SLOPE)
+        s2, s3 = gathered(s2, rate, d2, 2, D, SLOPE), gathered(s3, rate, d3, 3, D, SLOPE)
+        s4, s5 = gathered(s4, rate, d4, 4, D, SLOPE), gathered(s5, rate, d5, 5, D, SLOPE)
+        s6, s7 = gathered(s6, rate, d6, 6, D, SLOPE), gathered(s7, rate, d7, 7, D, SLOPE)
     COUNT: tl.constexpr = D if SLOPE else 0
     out += (b * splits + split) * (1 + COUNT) * padded + rows
     tl.store(out, tl.sum(total, 1))

@@ -1,27 +1,32 @@
 """Triton on CUDA: annealed symmetric updates of clouds, against each other and against themselves.
 
 Points are prepared once and a temperature is a number, so a step of the descent is one launch: all softmins, the whole
-batch. Points with few coordinates go through direct differences, others through the matrix units (``triton.py``).
+batch; small clouds take one launch for all steps. Points with few coordinates go through direct differences, others
+through the matrix units (``triton.py``).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import triton
-from .launch import INTERPRETED, Shape, compile_together, launch, launch_shape, splits_for
+from .launch import INTERPRETED, Shape, compile_together, launch, launch_shape, processors, splits_for
 from .operator import Cost
-from .triton import BLOCK, FMA, LOG2E, PAD, PRODUCT_OPTIONS, Prepared, on
+from .triton import DOT, FMA, LOG2E, PAD, PRODUCT_OPTIONS, on
 
 LN_2 = math.log(2)
-FLAT = LOG2E  # the ε at which prepared coordinates keep their scale
+SHARE = 128  # points that one program prepares, or integrates over
+SMALL = 1 << 24  # pairs of a step, up to which waiting for each other is cheaper than a launch
+NEAR = Shape(16, 128, 4, 1, 4, 128)  # direct differences of up to three coordinates
+WAITING = Shape(16, 64, 2, 1, 6, 160)  # for small clouds; all its programs must fit at once
+WAITING_MANY = Shape(8, 64, 2, 1, 6, 160)
 SLOPED = Shape(16, 64, 2, 1, 4)  # keeps sums for each coordinate too
-SHARE = 128  # points that one program integrates over
 SLOPED_MANY = Shape(8, 64, 2, 1, 4)  # more than three coordinates
 
 
@@ -33,6 +38,7 @@ def applies(request: Any) -> str | None:
 
 
 Step = tuple[float, float, float]  # ε, damping, keep: f ← keep f + (1 − keep) damping · softmin at ε
+Steps = tuple[tuple[Step, ...], ...]  # for each step, one for all elements or one for each
 
 
 class Potentials(NamedTuple):
@@ -64,7 +70,7 @@ class Task(NamedTuple):
     """
 
     p: int
-    steps: Sequence[Sequence[Step]]
+    steps: Steps
     rho: float
     debias: bool
     need_x: bool
@@ -76,7 +82,7 @@ class Task(NamedTuple):
 def anneal(clouds: Clouds, task: Task) -> Potentials:
     """Follow the steps."""
     with on(clouds.x.device):
-        return _descended(clouds, task).last()
+        return _descended(clouds, task).found()
 
 
 def divergence(clouds: Clouds, task: Task) -> tuple[Tensor, ...]:
@@ -85,8 +91,7 @@ def divergence(clouds: Clouds, task: Task) -> tuple[Tensor, ...]:
     Gradients by points that were not asked for are empty.
     """
     with on(clouds.x.device):
-        descent = _descended(clouds, task)
-        return descent.integral(descent.last())
+        return _descended(clouds, task).integral()
 
 
 def sums(points: Tensor, weights: Tensor, kind: str, blur: float, slope: bool) -> tuple[Tensor, Tensor | None]:
@@ -100,8 +105,12 @@ def _descended(clouds: Clouds, task: Task) -> Descent:
     if not INTERPRETED:
         _get_ready(clouds, task)
     descent = Descent(clouds, task)
-    for k in task.shown(range(len(task.steps) - 1)):
-        descent.step(k)
+    if descent.small:
+        descent.all_but_last()
+    else:
+        for k in task.shown(range(len(task.steps) - 1)):
+            descent.step(k)
+    descent.last()
     return descent
 
 
@@ -110,18 +119,146 @@ _ready: set[Any] = set()
 
 def _get_ready(clouds: Clouds, task: Task) -> None:
     """Before the first problem of a kind, compile every kernel that it will take, side by side."""
-    d = min(clouds.x.shape[-1], 2 * triton.CHUNK)
-    key = (torch.cuda.current_device(), clouds.x.dtype, d, task.p, task.need_x or task.need_y, task.precision)
+    layout = _layout(clouds, task)
+    d = min(layout.d, 2 * triton.CHUNK)
+    key = (torch.cuda.current_device(), clouds.x.dtype, d, task.p, any(layout.need), task.precision, layout.small)
     if key in _ready or torch.cuda.is_current_stream_capturing():
         return
 
     def rehearse() -> None:
         descent = Descent(clouds, task)
-        descent.step(0)
-        descent.integral(descent.last())
+        if layout.small:
+            descent.all_but_last()
+        else:
+            descent.step(0)
+        descent.last()
+        descent.integral()
 
     compile_together(rehearse)
     _ready.add(key)
+
+
+class Layout(NamedTuple):
+    """What depends on sizes alone."""
+
+    kind: int
+    batch: int
+    n: int
+    m: int
+    d: int
+    width: int  # as the kernels see it
+    blocks_x: int
+    blocks_y: int
+    debias: bool
+    need: tuple[bool, bool]
+    device: torch.device
+    small: bool
+    p: int
+    precision: str
+
+    @property
+    def rows(self) -> int:
+        """Of both clouds, with padding."""
+        return (self.blocks_x + self.blocks_y) * PAD
+
+    @property
+    def constants(self) -> tuple[int, int, int, int, int]:
+        """KIND, D (0 where the width is only known at run time), P, CHUNK and PRODUCTS of the kernels."""
+        held, chunk = (self.width, self.width) if self.width <= triton.CHUNK else (0, 64)
+        return self.kind, held, self.p, chunk, 1 if self.precision == "fast" else 3
+
+
+def _layout(clouds: Clouds, task: Task) -> Layout:
+    x, _, y, _ = clouds
+    need = task.need_x, task.need_y
+    return _laid_out(*x.shape, y.shape[1], x.device, task.p, task.debias, need, task.precision, SMALL)
+
+
+@functools.lru_cache(maxsize=512)
+def _laid_out(
+    batch: int, n: int, d: int, m: int, device: torch.device, p: int, debias: bool, need: tuple[bool, bool],
+    precision: str, most: int,
+) -> Layout:
+    few = d <= triton.FMA_DIMENSIONS
+    pairs = batch * ((n + m) ** 2 if debias else 2 * n * m)
+    width = d if few else triton.padded_width(d)
+    blocks_x, blocks_y = -(-n // PAD), -(-m // PAD)
+    small = few and pairs <= most
+    kind = FMA if few else DOT
+    return Layout(kind, batch, n, m, d, width, blocks_x, blocks_y, debias, need, device, small, p, precision)
+
+
+class Cut(NamedTuple):
+    """How the pairs of one step are cut into programs."""
+
+    tiles_x: int
+    tiles_y: int
+    splits_x: int
+    splits_y: int
+    tiles_each: int
+    most_tiles: int
+    room: int  # for partial sums
+    shape: Shape
+    options: tuple[tuple[str, int], ...]
+
+    def programs(self, debias: bool, for_x: int = 1, for_y: int = 1) -> int:
+        """For one element of the batch, for the rows of x, of y, or both."""
+        tiles_x, tiles_y = self.tiles_x * for_x, self.tiles_y * for_y
+        across = tiles_x * self.splits_y + tiles_y * self.splits_x
+        return across + debias * (tiles_x * self.splits_x + tiles_y * self.splits_y)
+
+
+@functools.lru_cache(maxsize=512)
+def cut(layout: Layout, sloped: bool, shape: Shape) -> Cut:
+    """For a step of plain softmins, or with slopes."""
+    tiles_x, tiles_y = -(-layout.n // shape.rows), -(-layout.m // shape.rows)
+    blocks_of_rows = layout.batch * (1 + layout.debias) * (tiles_x + tiles_y)
+    tiles_each = splits_for(shape, blocks_of_rows, max(layout.n, layout.m), layout.device)[1]
+    splits_x, splits_y = (-(-count // (shape.columns * tiles_each)) for count in (layout.n, layout.m))
+    splits = max(splits_x, splits_y)
+    room = blocks_of_rows * splits * (1 + layout.d * sloped) * shape.rows if splits > 1 else 1
+    limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
+    options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
+    return Cut(tiles_x, tiles_y, splits_x, splits_y, tiles_each, max(tiles_x, tiles_y), room, shape, options)
+
+
+def shape_for(layout: Layout, sloped: bool) -> Shape:
+    """The tile of one program."""
+    if sloped:
+        return SLOPED if layout.width <= 3 else SLOPED_MANY
+    if layout.small:
+        return WAITING if layout.width <= 3 else WAITING_MANY
+    if layout.kind == FMA and layout.width <= 3:
+        return NEAR
+    rows = layout.batch * (1 + layout.debias) * (layout.n + layout.m)
+    return launch_shape(layout.kind, layout.width, rows, layout.device)
+
+
+@functools.lru_cache(maxsize=128)
+def numbers_for(steps: Steps, p: int, reference: float) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """What the kernels need to know of each step and of the temperature after it (``SETTING`` numbers each).
+
+    The scale leads from prepared to base-2 units: of coordinates, or of squared distances prepared at ``reference``.
+    """
+
+    def scale(epsilon: float) -> float:
+        if reference:
+            return reference / (2 * epsilon)
+        return LOG2E / epsilon if p == 1 else math.sqrt(LOG2E / (2 * epsilon))
+
+    def numbers(step: Step, following: Step) -> tuple[float, ...]:
+        epsilon, damping, keep = step
+        share = LN_2 * epsilon * damping * (1 - keep)
+        return scale(epsilon), LOG2E / epsilon, share, keep, LOG2E / following[0], scale(following[0]), damping
+
+    afterwards = (*steps[1:], steps[-1])
+    return tuple(tuple(map(numbers, *pair)) for pair in zip(steps, afterwards, strict=True))
+
+
+@functools.lru_cache(maxsize=128)
+def table_for(numbers: tuple[tuple[tuple[float, ...], ...], ...], device: torch.device, stream: int) -> Tensor:
+    """The same on the card, for one stream; copied from memory that the driver takes over, so nobody waits."""
+    return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
 
 
 class Descent:
@@ -130,195 +267,193 @@ class Descent:
     def __init__(self, clouds: Clouds, task: Task):
         x, a, y, b = clouds
         self.x, self.y, self.task = x, y, task
-        self.need, steps = (task.need_x, task.need_y), task.steps
-        self.batch, self.n, self.d = x.shape
-        self.m, self.parts_of_clouds = y.shape[1], 4 if task.debias else 2
-        self.device = x.device
         self.a, self.b = (weight if weight.stride(-1) == 1 else weight.contiguous() for weight in (a, b))
-        self.reference = steps[-1][0][0] * 2 if self.d > triton.FMA_DIMENSIONS else FLAT
-        epsilon = torch.full((1,), self.reference, dtype=torch.float64, device=x.device).expand(self.batch)
-        self.prepared: Prepared = triton.prepare(Cost(x, y, None), epsilon)
-        self.settings = [self._setting(steps, k) for k in range(len(steps))]
-        self._begin()
-        self.plans: dict[bool, Plan] = {}
+        self.layout = layout = _layout(clouds, task)
+        listed = len(task.steps[0]) > 1
+        capturing = not INTERPRETED and torch.cuda.is_current_stream_capturing()
+        self.small = layout.small and (not capturing)
+        reference = 0.0 if layout.kind == FMA else 2 * task.steps[-1][0][0]
+        self.numbers = numbers_for(task.steps, task.p, reference)
+        self.table: Tensor | None = None
+        if listed or self.small:
+            stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(x.device.index)
+            self.table = table_for(self.numbers, x.device, stream)
+        self.listed = int(listed)
+        self.turn = 0
+        self.cuts = [cut(layout, False, shape_for(layout, False)), cut(layout, True, shape_for(layout, True))]
+        self._allocate()
+        self._begin(reference)
 
-    def _setting(self, steps: Sequence[Sequence[Step]], k: int) -> tuple[Any, ...]:
-        """(table or None, numbers): what the kernels need to know of a step and of the temperature after it."""
-        following = steps[min(k + 1, len(steps) - 1)]
-        numbers = [self._numbers(*pair) for pair in zip(steps[k], following, strict=True)]
-        if len(numbers) == 1:
-            return None, numbers[0]
-        return torch.tensor(numbers, dtype=torch.float32).to(self.device), numbers[0]
+    def _allocate(self) -> None:
+        """One piece of memory for all that is computed, and one for what is counted."""
+        layout, (plain, sloped) = self.layout, self.cuts
+        few, each = layout.kind == FMA, layout.batch * layout.rows
+        slopes = layout.batch * 2 * (layout.n + layout.m) * layout.d * any(layout.need)
+        points = layout.batch * layout.width * few
+        sizes = (
+            points * layout.blocks_x * PAD, points * layout.blocks_y * PAD, each, 4 * each, 4 * each,
+            PAD * (-(-slopes // PAD)), PAD * (-(-plain.room // PAD)), sloped.room,
+        )  # fmt: skip
+        space = torch.empty(sum(sizes), device=layout.device)
+        self.points_x, self.points_y, self.logs, self.potentials, self.biases, *rest = space.split(sizes)
+        self.slopes, self.parts, self.sloped_parts = rest
+        counts = layout.batch * 4 * max(plain.most_tiles, sloped.most_tiles)
+        counters = torch.zeros(2 * counts + 1, dtype=torch.int32, device=layout.device)
+        self.counters, self.sloped_counters, self.meeting = counters.split((counts, counts, 1))
+        self.state = 2 * each  # numbers of one state of potentials, or of biases
 
-    def _numbers(self, step: Step, following: Step) -> tuple[float, ...]:
-        epsilon, damping, keep = step
-        share = LN_2 * epsilon * damping * (1 - keep)
-        onward = LOG2E / following[0], self._scale(following[0])
-        return self._scale(epsilon), LOG2E / epsilon, share, keep, *onward, damping
-
-    def _scale(self, epsilon: float) -> float:
-        """From prepared to base-2 units: of coordinates, or of squared distances (matrix units)."""
-        if self.d > triton.FMA_DIMENSIONS:
-            return self.reference / (2 * epsilon)
-        return LOG2E / epsilon if self.task.p == 1 else math.sqrt(LOG2E / (2 * epsilon))
-
-    def _begin(self) -> None:
+    def _begin(self, reference: float) -> None:
         from .triton_symmetric_kernels import begin
 
-        a, b = self.a, self.b
-        rows, columns = self.prepared.rows, self.prepared.columns
-        blocks = rows.blocks + columns.blocks
-        state = torch.empty(5, self.batch, 2, blocks * PAD, device=self.device)
-        self.logs, self.bias, self.next_bias, self.potential, self.next_potential = state.unbind()
-        table, numbers = self.settings[0]
+        layout, x, y = self.layout, self.x, self.y
+        norms = sides = self.points_x, self.points_y
+        self.prepared = None
+        if layout.kind == DOT:
+            epsilon = torch.full((1,), reference, dtype=torch.float64, device=layout.device).expand(layout.batch)
+            self.prepared = triton.prepare(Cost(x, y, None), epsilon)
+            norms = self.prepared.rows.half_norm, self.prepared.columns.half_norm
+        programs = (layout.blocks_x + layout.blocks_y) * (PAD // SHARE)
         args = (
-            a, b, rows.half_norm, columns.half_norm, self.logs, self.bias, self.next_bias, self.potential,
-            rows.half_norm if table is None else table, blocks, self.n, self.m, rows.blocks, columns.blocks,
-            a.stride(0), b.stride(0), int(table is not None), numbers[0],
+            x, y, self.a, self.b, *sides, *norms, self.logs, self.biases, self.biases[self.state :], self.potentials,
+            self.logs if self.table is None else self.table, programs, layout.n, layout.m, layout.blocks_x,
+            layout.blocks_y, layout.d, *x.stride(), *y.stride(), self.a.stride(0), self.b.stride(0), self.listed,
+            self.numbers[0][0][0],
         )  # fmt: skip
-        variant = (self.prepared.kind, a.data_ptr() % 16, b.data_ptr() % 16)
-        launch(begin, blocks * self.batch, args, (self.prepared.kind, BLOCK), (("num_warps", 4),), variant)
+        variant = (x.dtype, *(part.data_ptr() % 16 for part in (x, y, self.a, self.b)))
+        constants = (layout.kind, SHARE, 1 << (min(layout.d, 8) - 1).bit_length())
+        launch(begin, programs * layout.batch, args, constants, (("num_warps", 4),), variant)
+
+    def all_but_last(self) -> None:
+        """All steps but the last in one launch."""
+        from .triton_symmetric_kernels import descend
+
+        layout, sized, steps = self.layout, self.cuts[0], len(self.numbers) - 1
+        programs = sized.programs(layout.debias)
+        args = (
+            self.points_x, self.points_y, self.logs, self.potentials, self.biases, self.parts, self.counters,
+            self.meeting, self.table, layout.batch, steps, programs, layout.n, layout.m, layout.blocks_x,
+            layout.blocks_y, sized.tiles_x, sized.tiles_y, sized.splits_x, sized.splits_y, sized.tiles_each,
+            sized.most_tiles, self.listed,
+        )  # fmt: skip
+        together = processors(layout.device) * sized.shape.resident
+        together = 1 if INTERPRETED else min(programs * layout.batch, together)
+        constants = (layout.width, layout.p, sized.shape.rows, sized.shape.columns)
+        options = sized.options if INTERPRETED else (*sized.options, ("launch_cooperative_grid", True))
+        launch(descend, together, args, constants, options)
+        self.turn = steps % 2
 
     def step(self, k: int) -> None:
         """All softmins of a step."""
-        self._launch(k, False, True, True)
-        self._turn()
+        self._launch(k, False, 1, 1)
+        self.turn = 1 - self.turn
 
-    def _turn(self) -> None:
-        self.potential, self.next_potential = self.next_potential, self.potential
-        self.bias, self.next_bias = self.next_bias, self.bias
-
-    def last(self) -> Potentials:
+    def last(self) -> None:
         """The last step, with slopes where they are wanted."""
-        k, few = len(self.settings) - 1, self.prepared.kind == FMA
-        slopes = None
-        if any(self.need):
-            slopes = torch.empty(self.batch, 2, self.n + self.m, self.d, device=self.device)
-        if few and slopes is not None:
-            self._launch(k, True, *self.need, slopes)
-        if slopes is None or not few or not all(self.need):
-            left = (not few or not need for need in self.need)
-            self._launch(k, False, *left)
-        if not few and slopes is not None:
-            self._wide_slopes(slopes)
-        self._turn()
-        return Potentials(self.potential, slopes, self.prepared.rows.blocks * PAD)
+        k, few, need = len(self.numbers) - 1, self.layout.kind == FMA, self.layout.need
+        if few and any(need):
+            self._launch(k, True, *map(int, need))
+        if not (few and all(need)):
+            self._launch(k, False, *(int(not few or not wanted) for wanted in need))
+        if not few and any(need):
+            self._wide_slopes()
+        self.turn = 1 - self.turn
 
-    def integral(self, found: Potentials) -> tuple[Tensor, ...]:
+    def found(self) -> Potentials:
+        """What the steps have led to."""
+        layout = self.layout
+        values = self.potentials[self.turn * self.state :][: self.state].view(layout.batch, 2, layout.rows)
+        slopes = self._slopes() if any(layout.need) else None
+        return Potentials(values, slopes, layout.blocks_x * PAD)
+
+    def _slopes(self) -> Tensor:
+        layout = self.layout
+        shape = layout.batch, 2, layout.n + layout.m, layout.d
+        return self.slopes[: math.prod(shape)].view(shape)
+
+    def integral(self) -> tuple[Tensor, ...]:
         """Values and gradients from the potentials and their slopes."""
         from .triton_symmetric_kernels import integrate
 
-        task, rows, columns = self.task, self.prepared.rows, self.prepared.columns
+        task, layout = self.task, self.layout
         by_x, by_y = (
-            torch.empty(points.shape if need else (0,), dtype=points.dtype, device=self.device)
-            for points, need in zip((self.x, self.y), self.need, strict=True)
+            points.new_empty(points.shape if need else (0,))
+            for points, need in zip((self.x, self.y), layout.need, strict=True)
         )
-        by_a, by_b = (torch.empty(self.batch, count, device=self.device) for count in (self.n, self.m))
-        programs = (rows.blocks + columns.blocks) * (PAD // SHARE)
-        partial = torch.empty(self.batch, programs, dtype=torch.float64, device=self.device)
+        by_a, by_b = self.a.new_empty(layout.batch, layout.n), self.b.new_empty(layout.batch, layout.m)
+        programs = (layout.blocks_x + layout.blocks_y) * (PAD // SHARE)
+        partial = self.a.new_empty(layout.batch, programs, dtype=torch.float64)
         balanced = math.isinf(task.rho)
-        strength = task.rho + task.steps[-1][0][0] / 2
+        strengths = (1.0, 1.0) if balanced else (task.rho, task.rho + task.steps[-1][0][0] / 2)
         args = (
-            found.values, found.values if found.slopes is None else found.slopes, self.a, self.b, by_a, by_b, by_x,
-            by_y, partial, programs, self.n, self.m, rows.blocks, columns.blocks, self.d, self.a.stride(0),
-            self.b.stride(0), int(balanced), int(task.debias), int(task.need_x), int(task.need_y),
-            *((1.0, 1.0) if balanced else (task.rho, strength)),
+            self.potentials[self.turn * self.state :], self.slopes, self.a, self.b, by_a, by_b, by_x, by_y, partial,
+            programs, layout.n, layout.m, layout.blocks_x, layout.blocks_y, layout.d, self.a.stride(0),
+            self.b.stride(0), int(balanced), int(task.debias), *map(int, layout.need), *strengths,
         )  # fmt: skip
         variant = (self.x.dtype, *(tensor.data_ptr() % 16 for tensor in (self.a, self.b, by_x, by_y)))
-        chunk = min(16, 1 << (self.d - 1).bit_length())
-        launch(integrate, programs * self.batch, args, (SHARE, chunk), (("num_warps", 4),), variant)
-        return partial.sum(1).float(), by_x, by_a, by_y, by_b
+        chunk = min(16, 1 << (layout.d - 1).bit_length())
+        launch(integrate, programs * layout.batch, args, (SHARE, chunk), (("num_warps", 4),), variant)
+        return partial.sum(1, dtype=torch.float64).float(), by_x, by_a, by_y, by_b
 
-    def _launch(self, k: int, sloped: bool, for_x: bool, for_y: bool, slopes: Tensor | None = None) -> None:
+    def _launch(self, k: int, sloped: bool, for_x: int, for_y: int) -> None:
         from .triton_symmetric_kernels import step
 
-        plan = self.plans.get(sloped)
-        if plan is None:
-            plan = self.plans[sloped] = Plan(self, sloped)
-        table, numbers = self.settings[k]
-        prepared, nothing = self.prepared, plan.parts
-        rows, columns = prepared.rows, prepared.columns
-        tiles_x, tiles_y = plan.tiles_x * for_x, plan.tiles_y * for_y
-        programs = tiles_x * plan.splits_y + tiles_y * plan.splits_x
-        if self.parts_of_clouds == 4:
-            programs += tiles_x * plan.splits_x + tiles_y * plan.splits_y
+        layout, sized, table = self.layout, self.cuts[sloped], self.table
+        programs = sized.programs(layout.debias, for_x, for_y)
+        before, after = self.turn * self.state, (1 - self.turn) * self.state
+        shape = sized.shape
         args = (
-            rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm, self.logs,
-            self.potential, self.next_potential, self.bias, self.next_bias, nothing if slopes is None else slopes,
-            plan.parts, plan.counters, prepared.slopes, nothing if table is None else table, programs, self.n, self.m,
-            rows.blocks, columns.blocks, tiles_x, tiles_y, plan.splits_x, plan.splits_y, plan.tiles_each,
-            plan.most_tiles, prepared.width // 64, int(table is not None), *numbers,
+            *self._points(), self.logs, self.potentials[before:], self.potentials[after:], self.biases[before:],
+            self.biases[after:], self.slopes, self.sloped_parts if sloped else self.parts,
+            self.sloped_counters if sloped else self.counters,
+            self.parts if self.prepared is None else self.prepared.slopes, self.parts if table is None else table,
+            programs, layout.n, layout.m, layout.blocks_x, layout.blocks_y, sized.tiles_x * for_x,
+            sized.tiles_y * for_y, sized.splits_x, sized.splits_y, sized.tiles_each, sized.most_tiles,
+            layout.width // 64, k, layout.batch, self.listed, *self.numbers[k][0],
         )  # fmt: skip
-        launch(step, programs * self.batch, args, plan.constants, plan.options, prepared.variant)
+        constants = (*layout.constants, shape.rows, shape.columns, shape.stages, sloped)
+        launch(step, programs * layout.batch, args, constants, sized.options, layout.kind)
 
-    def _wide_slopes(self, slopes: Tensor) -> None:
+    def _points(self) -> tuple[Tensor, ...]:
+        if self.prepared is None:
+            return (self.points_x,) * 2 + (self.points_y,) * 2 + (self.points_x, self.points_y)
+        rows, columns = self.prepared.rows, self.prepared.columns
+        return rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm
+
+    def _wide_slopes(self) -> None:
         """x_i − Σ_j p_ij y_j through the kernel of products."""
+        layout, slopes = self.layout, self._slopes()
         centre = 0.5 * sum(points.mean(1, keepdim=True, dtype=torch.float32) for points in (self.x, self.y))
         x, y = (points.float() - centre for points in (self.x, self.y))
-        offset = self.prepared.rows.blocks * PAD
-        cases = ((x, slopes[:, :, : self.n], self.need[0]), (y, slopes[:, :, self.n :], self.need[1]))
-        table, numbers = self.settings[-1]
-        damping: Any = numbers[6] if table is None else table[:, 6, None, None]
+        biases = self.biases[self.turn * self.state :][: self.state].view(layout.batch, 2, layout.rows)
+        cases = ((x, slopes[:, :, : layout.n], layout.need[0]), (y, slopes[:, :, layout.n :], layout.need[1]))
+        damping: Any = self.numbers[-1][0][6]
+        if self.listed and self.table is not None:
+            damping = self.table[-1, :, 6, None, None]
         for side, (points, out, wanted) in enumerate(cases):
-            for own in range(self.parts_of_clouds // 2 if wanted else 0):
-                others = (x, y)[side ^ (1 - own)]
-                mean = self._mean(side, side ^ (1 - own), self.bias[:, own], others, offset)
-                torch.mul(points - mean, damping, out=out[:, own])
+            for own in range(1 + layout.debias if wanted else 0):
+                other = side ^ (1 - own)
+                torch.mul(points - self._mean(side, other, biases[:, own], (x, y)[other]), damping, out=out[:, own])
 
-    def _mean(self, side: int, other: int, bias: Tensor, values: Tensor, offset: int) -> Tensor:
+    def _mean(self, side: int, other: int, bias: Tensor, values: Tensor) -> Tensor:
         """Σ_j p_ij V_j of the softmin with this bias."""
         from .triton_kernels import product
 
-        both = self.prepared.rows, self.prepared.columns
+        layout, prepared = self.layout, self.prepared
+        assert prepared is not None
+        both, offset = (prepared.rows, prepared.columns), layout.blocks_x * PAD
         rows, columns = both[side], both[other]
         bias = (bias[:, offset:] if other else bias[:, :offset]).contiguous()
-        width, across = self.d, min(triton.WIDEST, max(16, 1 << (self.d - 1).bit_length()))
-        top, total = torch.empty(2, self.batch, rows.length, device=self.device)
-        out = torch.empty(self.batch, rows.length, width, device=self.device)
+        width, across = layout.d, min(triton.WIDEST, max(16, 1 << (layout.d - 1).bit_length()))
+        top, total = torch.empty(2, layout.batch, rows.length, device=layout.device)
+        out = torch.empty(layout.batch, rows.length, width, device=layout.device)
         programs = -(-rows.length // 64) * -(-width // across)
         args = (
             rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, values,
-            torch.ones_like(bias), top, total, out, self.prepared.slopes, programs, rows.length, columns.length, width,
-            rows.blocks, columns.blocks, values.stride(0), self.prepared.width // 64, 0, 1, 1,
+            torch.ones_like(bias), top, total, out, prepared.slopes, programs, rows.length, columns.length, width,
+            rows.blocks, columns.blocks, values.stride(0), prepared.width // 64, 0, 1, 1,
         )  # fmt: skip
-        variant = (self.prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
-        constants = (*_constants(self.prepared, self.task.precision), 2, 1, 64, 64, across, 1, 0)
-        launch(product, programs * self.batch, args, constants, PRODUCT_OPTIONS, variant)
+        variant = (prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
+        kind, held, _, chunk, products = layout.constants
+        constants = (kind, held, chunk, products, 2, 1, 64, 64, across, 1, 0)
+        launch(product, programs * layout.batch, args, constants, PRODUCT_OPTIONS, variant)
         return out.div_(total[:, :, None])
-
-
-class Plan:
-    """How the pairs of one step are cut into programs."""
-
-    def __init__(self, descent: Descent, sloped: bool):
-        prepared, n, m = descent.prepared, descent.n, descent.m
-        all_rows = descent.batch * descent.parts_of_clouds // 2 * (n + m)
-        shape = shape_for(prepared, all_rows, sloped, descent.device)
-        self.tiles_x, self.tiles_y = -(-n // shape.rows), -(-m // shape.rows)
-        blocks_of_rows = descent.batch * descent.parts_of_clouds // 2 * (self.tiles_x + self.tiles_y)
-        self.tiles_each = splits_for(shape, blocks_of_rows, max(n, m), descent.device)[1]
-        each = shape.columns * self.tiles_each
-        self.splits_x, self.splits_y = -(-n // each), -(-m // each)
-        self.most_tiles = max(self.tiles_x, self.tiles_y)
-        splits = max(self.splits_x, self.splits_y)
-        sums = 1 + (descent.d if sloped else 0)
-        room = blocks_of_rows * splits * sums * shape.rows if splits > 1 else 1
-        self.parts = torch.empty(room, device=descent.device)
-        self.counters = torch.zeros(descent.batch * 4 * self.most_tiles, dtype=torch.int32, device=descent.device)
-        kind, *rest = _constants(prepared, descent.task.precision)
-        self.constants = (kind, rest[0], descent.task.p, *rest[1:], shape.rows, shape.columns, shape.stages, sloped)
-        limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
-        self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
-
-
-def shape_for(prepared: Prepared, rows: int, sloped: bool, device: torch.device) -> Shape:
-    """The tile of one program, for so many rows in all."""
-    if sloped:
-        return SLOPED if prepared.width <= 3 else SLOPED_MANY
-    return launch_shape(prepared.kind, prepared.width, rows, device)
-
-
-def _constants(prepared: Prepared, precision: str) -> tuple[int, int, int, int]:
-    """KIND, D (0 where the width is only known at run time), CHUNK and PRODUCTS of the kernels."""
-    held, chunk = (prepared.width, prepared.width) if prepared.width <= triton.CHUNK else (0, 64)
-    return prepared.kind, held, chunk, 1 if precision == "fast" else 3

@@ -10,41 +10,59 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import DOT, FMA, HUGE, PAD, TINY, coordinate, coordinates, kernel, place, row_sums
+from .triton_kernels import DOT, FMA, HUGE, PAD, TINY, coordinate, coordinates, kernel, meet, middle, place, row_sums
 
 FLOOR = tl.constexpr(1e-4)  # the least distance
+SETTING = tl.constexpr(7)  # numbers that tell a step what to do
 
 
 @kernel
 def begin(
-    a, b_weight, norm_x, norm_y, logs, bias, other_bias, potential, table,
-    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, batch_a: tl.int64,
-    batch_b: tl.int64, listed: tl.int32, scale: tl.float32, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, a, b_weight, points_x, points_y, norm_x, norm_y, logs, bias, other_bias, potential, table,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, d: tl.int32,
+    batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64, batch_y: tl.int64, stride_y: tl.int64,
+    stride_dy: tl.int64, batch_a: tl.int64, batch_b: tl.int64, listed: tl.int32, scale: tl.float32,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """log₂ of the weights, biases without any potential, zero potentials; the padding gets no weight."""
+    """log₂ of the weights, biases without any potential, zero potentials; the padding gets no weight.
+
+    Few coordinates (FMA) are centred and laid out one after the other too: (B, d, padded).
+    """
     b, block = place(programs)
     all_rows = (blocks_x + blocks_y) * PAD
     if listed != 0:
-        scale = tl.load(table + b * 7)
-    is_x = block < blocks_x
+        scale = tl.load(table + b * SETTING)
+    x += b * batch_x
+    y += b * batch_y
+    is_x = block < blocks_x * (PAD // BLOCK)
     weights, count, norm, padded = a + b * batch_a, n, norm_x, blocks_x * PAD
-    own = block
+    cloud, points, stride, stride_d = x, points_x, stride_x, stride_dx
+    local = block
     if not is_x:
         weights, count, norm, padded = b_weight + b * batch_b, m, norm_y, blocks_y * PAD
-        own = block - blocks_x
-    rows = own * BLOCK + tl.arange(0, BLOCK)
+        cloud, points, stride, stride_d = y, points_y, stride_y, stride_dy
+        local = block - blocks_x * (PAD // BLOCK)
+    rows = local * BLOCK + tl.arange(0, BLOCK)
     log_weight = tl.log2(tl.maximum(tl.load(weights + rows, mask=rows < count, other=0.0), 0.0))
     value = log_weight
     if KIND == DOT:
         value -= tl.load(norm + b * padded + rows) * scale
+    else:
+        dims = tl.arange(0, CHUNK)
+        centre = middle(x, y, n, m, dims, dims < d, stride_x, stride_y, stride_dx, stride_dy)
+        inside = (rows[:, None] < count) & (dims[None, :] < d)
+        where = rows[:, None].to(tl.int64) * stride + dims[None, :].to(tl.int64) * stride_d
+        found = tl.load(cloud + where, mask=inside, other=0.0).to(tl.float32)
+        found = tl.where(inside, found - centre[None, :], 0.0)
+        tl.store(points + (b * d + dims[None, :]) * padded + rows[:, None], found, mask=dims[None, :] < d)
     at = block * BLOCK + tl.arange(0, BLOCK)
     nothing = tl.full([BLOCK], float("-inf"), tl.float32)
     tl.store(logs + b * all_rows + at, log_weight)
     for which in tl.static_range(2):
-        where = (b * 2 + which) * all_rows + at
-        tl.store(bias + where, value)
-        tl.store(other_bias + where, nothing)
-        tl.store(potential + where, tl.zeros([BLOCK], tl.float32))
+        where_state = (b * 2 + which) * all_rows + at
+        tl.store(bias + where_state, value)
+        tl.store(other_bias + where_state, nothing)
+        tl.store(potential + where_state, tl.zeros([BLOCK], tl.float32))
 
 
 @triton.jit
@@ -68,13 +86,10 @@ def less_square(acc, diff, k: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def gathered(total, fade, weight, diff, k: tl.constexpr, D: tl.constexpr, SLOPE: tl.constexpr, TRACK: tl.constexpr):
-    """total · fade + weight · diff, where it is wanted."""
+def gathered(total, weight, diff, k: tl.constexpr, D: tl.constexpr, SLOPE: tl.constexpr):
+    """total + weight · diff, where it is wanted."""
     if SLOPE and k < D:
-        if TRACK:
-            out = total * fade[:, None] + weight * diff
-        else:
-            out = total + weight * diff
+        out = total + weight * diff
     else:
         out = total
     return out
@@ -82,7 +97,7 @@ def gathered(total, fade, weight, diff, k: tl.constexpr, D: tl.constexpr, SLOPE:
 
 @triton.jit
 def room(rows, k: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SLOPE: tl.constexpr):
-    """Zeros for the sums of coordinate k, next to none where it is not wanted."""
+    """Zeros for the sums of coordinate k of some rows, next to none where it is not wanted."""
     if SLOPE and k < D:
         out = tl.zeros([rows.shape[0], BLOCK_N], tl.float32)
     else:
@@ -91,80 +106,91 @@ def room(rows, k: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SLOPE: t
 
 
 @triton.jit
-def near_sums(
-    q1, k1, bias, u, rows, first, last, scale, pad_q, pad_k, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRACK: tl.constexpr, SLOPE: tl.constexpr,
+def exponents(
+    base, d0, d1, d2, d3, d4, d5, d6, d7, floor, D: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """(t_i, s_i, Σ_j w_ij (x_i − y_j)) with Σ_j 2^(S_ij + bias_j) = s_i 2^t_i, from direct differences.
+    """base − C of a tile in base 2, and 1 over the distances, zero below the floor, for the derivative (P = 1)."""
+    acc = base
+    if P == 1:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = less_square(less_square(acc, d0, 0, D), d1, 1, D)
+    acc = less_square(less_square(acc, d2, 2, D), d3, 3, D)
+    acc = less_square(less_square(acc, d4, 4, D), d5, 5, D)
+    acc = less_square(less_square(acc, d6, 6, D), d7, 7, D)
+    rate = acc
+    if P == 1:
+        squares = tl.maximum(-acc, floor * floor)
+        inverse = tl.rsqrt(squares)
+        acc = base - squares * inverse
+        rate = tl.where(squares > floor * floor, inverse, 0.0)
+    return acc, rate
 
-    Around t = −u, the previous potential, or around the running maximum (TRACK). Slopes have w = e (P = 2), or e over
-    the distance (P = 1), in scaled units.
-    """
-    BLOCK_M: tl.constexpr = rows.shape[0]
-    x0 = coordinate(q1, rows, pad_q, 0, D) * scale
-    x1 = coordinate(q1, rows, pad_q, 1, D) * scale
-    x2 = coordinate(q1, rows, pad_q, 2, D) * scale
-    x3 = coordinate(q1, rows, pad_q, 3, D) * scale
-    x4 = coordinate(q1, rows, pad_q, 4, D) * scale
-    x5 = coordinate(q1, rows, pad_q, 5, D) * scale
-    x6 = coordinate(q1, rows, pad_q, 6, D) * scale
-    x7 = coordinate(q1, rows, pad_q, 7, D) * scale
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # sums kept apart by column, to meet once at the end
-    s0, s1 = room(rows, 0, D, BLOCK_N, SLOPE), room(rows, 1, D, BLOCK_N, SLOPE)
-    s2, s3 = room(rows, 2, D, BLOCK_N, SLOPE), room(rows, 3, D, BLOCK_N, SLOPE)
-    s4, s5 = room(rows, 4, D, BLOCK_N, SLOPE), room(rows, 5, D, BLOCK_N, SLOPE)
-    s6, s7 = room(rows, 6, D, BLOCK_N, SLOPE), room(rows, 7, D, BLOCK_N, SLOPE)
-    top = -u
-    if TRACK:
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    floor = FLOOR * scale
+
+@triton.jit
+def near_top(
+    x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, first, last, scale, pad_k, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The largest exponent of each row, zero where none is finite."""
+    BLOCK_M: tl.constexpr = x0.shape[0]
+    top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     for start in range(first, last, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        base = tl.load(bias + cols)[None, :]
-        if not TRACK:
-            base = base + u[:, None]
         d0, d1 = gap(x0, k1, cols, pad_k, scale, 0, D), gap(x1, k1, cols, pad_k, scale, 1, D)
         d2, d3 = gap(x2, k1, cols, pad_k, scale, 2, D), gap(x3, k1, cols, pad_k, scale, 3, D)
         d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
         d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
-        acc = base
-        if P == 1:
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = less_square(less_square(acc, d0, 0, D), d1, 1, D)
-        acc = less_square(less_square(acc, d2, 2, D), d3, 3, D)
-        acc = less_square(less_square(acc, d4, 4, D), d5, 5, D)
-        acc = less_square(less_square(acc, d6, 6, D), d7, 7, D)
-        if P == 1:
-            squares = tl.maximum(-acc, floor * floor)
-            inverse = tl.rsqrt(squares)
-            acc = base - squares * inverse
-        fade = u
-        if TRACK:
-            higher = tl.maximum(top, tl.max(acc, 1))
-            pivot = tl.where(higher == float("-inf"), 0.0, higher)
-            fade = tl.exp2(top - pivot)
-            e = tl.exp2(acc - pivot[:, None])
-            total = total * fade[:, None] + e
-            top = higher
-        else:
-            e = tl.exp2(acc)
-            total += e
+        base = tl.load(bias + cols)[None, :]
+        acc, _ = exponents(base, d0, d1, d2, d3, d4, d5, d6, d7, FLOOR * scale, D, P, BLOCK_M, BLOCK_N)
+        top = tl.maximum(top, acc)
+    found = tl.max(top, 1)
+    return tl.where(found == float("-inf"), 0.0, found)
+
+
+@triton.jit
+def near_sums(
+    x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, u, first, last, scale, pad_k, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLOPE: tl.constexpr,
+):
+    """(s_i, Σ_j w_ij (x_i − y_j)) with Σ_j 2^(S_ij + bias_j) = s_i 2^(−u_i), from direct differences.
+
+    Slopes have w = e (P = 2), or e over the distance (P = 1), in scaled units.
+    """
+    BLOCK_M: tl.constexpr = x0.shape[0]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # sums kept apart by column, to meet once at the end
+    s0, s1 = room(x0, 0, D, BLOCK_N, SLOPE), room(x0, 1, D, BLOCK_N, SLOPE)
+    s2, s3 = room(x0, 2, D, BLOCK_N, SLOPE), room(x0, 3, D, BLOCK_N, SLOPE)
+    s4, s5 = room(x0, 4, D, BLOCK_N, SLOPE), room(x0, 5, D, BLOCK_N, SLOPE)
+    s6, s7 = room(x0, 6, D, BLOCK_N, SLOPE), room(x0, 7, D, BLOCK_N, SLOPE)
+    for start in range(first, last, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        d0, d1 = gap(x0, k1, cols, pad_k, scale, 0, D), gap(x1, k1, cols, pad_k, scale, 1, D)
+        d2, d3 = gap(x2, k1, cols, pad_k, scale, 2, D), gap(x3, k1, cols, pad_k, scale, 3, D)
+        d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
+        d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
+        base = tl.load(bias + cols)[None, :] + u[:, None]
+        acc, rate = exponents(base, d0, d1, d2, d3, d4, d5, d6, d7, FLOOR * scale, D, P, BLOCK_M, BLOCK_N)
+        e = tl.exp2(acc)
+        total += e
         weight = e
-        if SLOPE:
-            if P == 1:
-                weight = tl.where(squares > floor * floor, e * inverse, 0.0)
-        s0 = gathered(s0, fade, weight, d0, 0, D, SLOPE, TRACK)
-        s1 = gathered(s1, fade, weight, d1, 1, D, SLOPE, TRACK)
-        s2 = gathered(s2, fade, weight, d2, 2, D, SLOPE, TRACK)
-        s3 = gathered(s3, fade, weight, d3, 3, D, SLOPE, TRACK)
-        s4 = gathered(s4, fade, weight, d4, 4, D, SLOPE, TRACK)
-        s5 = gathered(s5, fade, weight, d5, 5, D, SLOPE, TRACK)
-        s6 = gathered(s6, fade, weight, d6, 6, D, SLOPE, TRACK)
-        s7 = gathered(s7, fade, weight, d7, 7, D, SLOPE, TRACK)
+        if P == 1:
+            weight = e * rate
+        s0, s1 = gathered(s0, weight, d0, 0, D, SLOPE), gathered(s1, weight, d1, 1, D, SLOPE)
+        s2, s3 = gathered(s2, weight, d2, 2, D, SLOPE), gathered(s3, weight, d3, 3, D, SLOPE)
+        s4, s5 = gathered(s4, weight, d4, 4, D, SLOPE), gathered(s5, weight, d5, 5, D, SLOPE)
+        s6, s7 = gathered(s6, weight, d6, 6, D, SLOPE), gathered(s7, weight, d7, 7, D, SLOPE)
     return (
-        top, tl.sum(total, 1), tl.sum(s0, 1), tl.sum(s1, 1), tl.sum(s2, 1), tl.sum(s3, 1), tl.sum(s4, 1),
-        tl.sum(s5, 1), tl.sum(s6, 1), tl.sum(s7, 1),
+        tl.sum(total, 1), tl.sum(s0, 1), tl.sum(s1, 1), tl.sum(s2, 1), tl.sum(s3, 1), tl.sum(s4, 1), tl.sum(s5, 1),
+        tl.sum(s6, 1), tl.sum(s7, 1),
     )  # fmt: skip
+
+
+@triton.jit
+def bad(total, inside):
+    """Whether some row's sum has left the range of numbers."""
+    sound = (total > TINY) & (total < HUGE)
+    return tl.min(tl.where(inside, sound.to(tl.int32), 1), 0) == 0
 
 
 @triton.jit
@@ -188,33 +214,61 @@ def add_up(
 
 
 @triton.jit
+def put_all(
+    parts, slot, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, counter
+):
+    """Leave partial sums, and say so; the result tells how many came before."""
+    WIDTH: tl.constexpr = COUNT + 1
+    lanes = tl.arange(0, BLOCK_M)
+    put(parts, slot, total, lanes, COUNT, WIDTH, BLOCK_M, WIDTH)
+    put(parts, slot, s0, lanes, 0, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s1, lanes, 1, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s2, lanes, 2, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s3, lanes, 3, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s4, lanes, 4, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s5, lanes, 5, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s6, lanes, 6, COUNT, BLOCK_M, WIDTH)
+    put(parts, slot, s7, lanes, 7, COUNT, BLOCK_M, WIDTH)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    tl.debug_barrier()
+    return arrived
+
+
+@triton.jit
+def add_all(parts, slot, splits, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """What all programs of these rows have left."""
+    WIDTH: tl.constexpr = COUNT + 1
+    lanes = tl.arange(0, BLOCK_M)
+    return (
+        add_up(parts, slot, splits, total, lanes, COUNT, WIDTH, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s0, lanes, 0, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s1, lanes, 1, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s2, lanes, 2, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s3, lanes, 3, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s4, lanes, 4, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s5, lanes, 5, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s6, lanes, 6, COUNT, BLOCK_M, WIDTH),
+        add_up(parts, slot, splits, s7, lanes, 7, COUNT, BLOCK_M, WIDTH),
+    )
+
+
+@triton.jit
 def put_slope(out, value, factor, inside, k: tl.constexpr, D: tl.constexpr):
     """Coordinate k of the slopes."""
     if k < D:
         tl.store(out + k, value * factor, mask=inside)
 
 
-@kernel
-def step(
-    x1, x2, y1, y2, norm_x, norm_y, logs, before, after, bias, next_bias, slope_out, parts, counters, slopes, table,
-    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, tiles_x: tl.int32,
-    tiles_y: tl.int32, splits_x: tl.int32, splits_y: tl.int32, tiles_each: tl.int32, most_tiles: tl.int32,
-    chunks: tl.int32, listed: tl.int32, scale: tl.float32, to_bits: tl.float32, share: tl.float32, keep: tl.float32,
-    next_bits: tl.float32, next_scale: tl.float32, damping: tl.float32,
+@triton.jit
+def job(
+    b, program, x1, x2, y1, y2, norm_x, norm_y, logs, before, after, bias, next_bias, slope_out, parts, counters,
+    slopes, programs, n, m, blocks_x, blocks_y, tiles_x, tiles_y, splits_x, splits_y, tiles_each, most_tiles, chunks,
+    scale, to_bits, share, keep, next_bits, next_scale, damping,
     KIND: tl.constexpr, D: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SLOPE: tl.constexpr,
 ):
-    """One step: f ← keep f + share · softmin for f of x against y, y against x, x against x, y against y.
-
-    Columns are split over programs, and the last program of a block of rows merges. ``tiles_x`` blocks of rows of x
-    (0: leave them out) meet ``splits_y`` parts of the columns y, and so on.
-    """
-    b, program = place(programs)
-    if listed != 0:
-        table += b * 7
-        scale, to_bits, share = tl.load(table), tl.load(table + 1), tl.load(table + 2)
-        keep, next_bits, next_scale = tl.load(table + 3), tl.load(table + 4), tl.load(table + 5)
-        damping = tl.load(table + 6)
+    """One program's share of a step; the last program of a block of rows merges."""
     pad_x, pad_y = blocks_x * PAD, blocks_y * PAD
     part = 0
     local = program
@@ -254,79 +308,141 @@ def step(
     every = tl.cdiv(length, BLOCK_N) * BLOCK_N
     last = tl.minimum(first + tiles_each * BLOCK_N, every)
     zero = tl.zeros([BLOCK_M], tl.float32)
-    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
-    shrink = 1.0
+    total, s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    COUNT: tl.constexpr = D if SLOPE else 0
+    counter = counters + (b * 4 + part) * most_tiles + block
+    slot = b * programs + program
+    finishes = splits == 1
     if KIND == FMA:
-        top, total, s0, s1, s2, s3, s4, s5, s6, s7 = near_sums(
-            q1, k1, bias, u, rows, first, last, scale, pad_q, pad_k, D, P, BLOCK_N, False, SLOPE
-        )
+        x0, x1 = coordinate(q1, rows, pad_q, 0, D) * scale, coordinate(q1, rows, pad_q, 1, D) * scale
+        x2, x3 = coordinate(q1, rows, pad_q, 2, D) * scale, coordinate(q1, rows, pad_q, 3, D) * scale
+        x4, x5 = coordinate(q1, rows, pad_q, 4, D) * scale, coordinate(q1, rows, pad_q, 5, D) * scale
+        x6, x7 = coordinate(q1, rows, pad_q, 6, D) * scale, coordinate(q1, rows, pad_q, 7, D) * scale
+        attempt, going = 0, 1
+        while going == 1:
+            total, s0, s1, s2, s3, s4, s5, s6, s7 = near_sums(
+                x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, u, first, last, scale, pad_k, D, P, BLOCK_N, SLOPE
+            )
+            going = 0
+            if attempt == 0:
+                if splits > 1:
+                    arrived = put_all(parts, slot, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT, BLOCK_M, counter)
+                    finishes = arrived % splits == splits - 1
+                    if finishes:
+                        total, s0, s1, s2, s3, s4, s5, s6, s7 = add_all(
+                            parts, slot - split, splits, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT, BLOCK_M
+                        )
+                if finishes:
+                    if bad(total, inside):
+                        u = -near_top(
+                            x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, 0, every, scale, pad_k, D, P, BLOCK_N
+                        )
+                        first, last, attempt, going = every * 0, every, 1, 1
+        top = -u
     else:
-        shrink = tl.load(slopes + b) * scale
+        slope = tl.load(slopes + b) * scale
         top, total = row_sums(
-            q1, q2, k1, k2, bias, u, rows, count, length, first, last, shrink, 0, 0, pad_q, pad_k, width,
+            q1, q2, k1, k2, bias, u, rows, count, length, first, last, slope, 0, 0, pad_q, pad_k, width,
             KIND, D, CHUNK, PRODUCTS, BLOCK_N, False, STAGES,
         )  # fmt: skip
-    COUNT: tl.constexpr = D if SLOPE else 0
-    WIDTH: tl.constexpr = COUNT + 1
-    if splits > 1:
-        lanes = tl.arange(0, BLOCK_M)
-        slot = tl.program_id(0).to(tl.int64)
-        tl.store(parts + (slot * WIDTH + COUNT) * BLOCK_M + lanes, total)
-        put(parts, slot, s0, lanes, 0, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s1, lanes, 1, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s2, lanes, 2, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s3, lanes, 3, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s4, lanes, 4, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s5, lanes, 5, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s6, lanes, 6, COUNT, BLOCK_M, WIDTH)
-        put(parts, slot, s7, lanes, 7, COUNT, BLOCK_M, WIDTH)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + (b * 4 + part) * most_tiles + block, 1, sem="acq_rel")
-        if arrived % splits != splits - 1:
-            return
-        tl.debug_barrier()
-        slot -= split
-        total = tl.load(parts + (slot * WIDTH + COUNT) * BLOCK_M + lanes, cache_modifier=".cg")
-        for other in range(1, splits):
-            total += tl.load(parts + ((slot + other) * WIDTH + COUNT) * BLOCK_M + lanes, cache_modifier=".cg")
-        s0 = add_up(parts, slot, splits, s0, lanes, 0, COUNT, BLOCK_M, WIDTH)
-        s1 = add_up(parts, slot, splits, s1, lanes, 1, COUNT, BLOCK_M, WIDTH)
-        s2 = add_up(parts, slot, splits, s2, lanes, 2, COUNT, BLOCK_M, WIDTH)
-        s3 = add_up(parts, slot, splits, s3, lanes, 3, COUNT, BLOCK_M, WIDTH)
-        s4 = add_up(parts, slot, splits, s4, lanes, 4, COUNT, BLOCK_M, WIDTH)
-        s5 = add_up(parts, slot, splits, s5, lanes, 5, COUNT, BLOCK_M, WIDTH)
-        s6 = add_up(parts, slot, splits, s6, lanes, 6, COUNT, BLOCK_M, WIDTH)
-        s7 = add_up(parts, slot, splits, s7, lanes, 7, COUNT, BLOCK_M, WIDTH)
-    sound = (total > TINY) & (total < HUGE)
-    if tl.min(tl.where(inside, sound.to(tl.int32), 1), 0) == 0:
-        if KIND == FMA:
-            top, total, s0, s1, s2, s3, s4, s5, s6, s7 = near_sums(
-                q1, k1, bias, u, rows, 0, every, scale, pad_q, pad_k, D, P, BLOCK_N, True, SLOPE
-            )
-        else:
-            top, total = row_sums(
-                q1, q2, k1, k2, bias, u, rows, count, length, 0, every, shrink, 0, 0, pad_q, pad_k, width,
-                KIND, D, CHUNK, PRODUCTS, BLOCK_N, True, 1,
+        if splits > 1:
+            arrived = put_all(parts, slot, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT, BLOCK_M, counter)
+            finishes = arrived % splits == splits - 1
+            if finishes:
+                total, s0, s1, s2, s3, s4, s5, s6, s7 = add_all(
+                    parts, slot - split, splits, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT, BLOCK_M
+                )
+        if finishes:
+            if bad(total, inside):
+                top, total = row_sums(
+                    q1, q2, k1, k2, bias, u, rows, count, length, 0, every, slope, 0, 0, pad_q, pad_k, width,
+                    KIND, D, CHUNK, PRODUCTS, BLOCK_N, True, 1,
+                )  # fmt: skip
+    if finishes:
+        softmin = norms * scale - top - tl.log2(total)
+        new = tl.where(share == 0.0, old, keep * old + share * softmin)
+        tl.store(after + at, new, mask=inside)
+        weight = tl.load(logs + b * (pad_x + pad_y) + offset + rows)
+        onward = tl.where(weight == float("-inf"), weight, weight + new * next_bits - norms * next_scale)
+        tl.store(next_bias + at, onward, mask=inside)
+        if SLOPE:
+            factor = damping / total
+            if P == 2:
+                factor = factor / scale
+            out = slope_out + ((b * 2 + own) * (n + m) + first_out + rows) * D
+            put_slope(out, s0, factor, inside, 0, D)
+            put_slope(out, s1, factor, inside, 1, D)
+            put_slope(out, s2, factor, inside, 2, D)
+            put_slope(out, s3, factor, inside, 3, D)
+            put_slope(out, s4, factor, inside, 4, D)
+            put_slope(out, s5, factor, inside, 5, D)
+            put_slope(out, s6, factor, inside, 6, D)
+            put_slope(out, s7, factor, inside, 7, D)
+
+
+@triton.jit
+def told_by(table, k, b, batch, listed):
+    """What step k is told for the b-th problem, from a table for all problems or one for each (``listed``)."""
+    table += (k * (1 + listed * (batch - 1)) + listed * b) * SETTING
+    return (
+        tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3), tl.load(table + 4),
+        tl.load(table + 5), tl.load(table + 6),
+    )  # fmt: skip
+
+
+@kernel
+def step(
+    x1, x2, y1, y2, norm_x, norm_y, logs, before, after, bias, next_bias, slope_out, parts, counters, slopes, table,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, tiles_x: tl.int32,
+    tiles_y: tl.int32, splits_x: tl.int32, splits_y: tl.int32, tiles_each: tl.int32, most_tiles: tl.int32,
+    chunks: tl.int32, k: tl.int32, batch: tl.int32, listed: tl.int32, scale: tl.float32, to_bits: tl.float32,
+    share: tl.float32, keep: tl.float32, next_bits: tl.float32, next_scale: tl.float32, damping: tl.float32,
+    KIND: tl.constexpr, D: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SLOPE: tl.constexpr,
+):
+    """One step: f ← keep f + share · softmin for f of x against y, y against x, x against x, y against y.
+
+    Columns are split over programs. ``tiles_x`` blocks of rows of x (0: leave them out) meet ``splits_y`` parts of the
+    columns y, and so on.
+    """
+    b, program = place(programs)
+    if listed != 0:
+        scale, to_bits, share, keep, next_bits, next_scale, damping = told_by(table, k, b, batch, 1)
+    job(
+        b, program, x1, x2, y1, y2, norm_x, norm_y, logs, before, after, bias, next_bias, slope_out, parts, counters,
+        slopes, programs, n, m, blocks_x, blocks_y, tiles_x, tiles_y, splits_x, splits_y, tiles_each, most_tiles,
+        chunks, scale, to_bits, share, keep, next_bits, next_scale, damping,
+        KIND, D, P, CHUNK, PRODUCTS, BLOCK_M, BLOCK_N, STAGES, SLOPE,
+    )  # fmt: skip
+
+
+@kernel
+def descend(
+    points_x, points_y, logs, potentials, biases, parts, counters, meeting, table,
+    batch: tl.int32, steps: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32,
+    blocks_y: tl.int32, tiles_x: tl.int32, tiles_y: tl.int32, splits_x: tl.int32, splits_y: tl.int32,
+    tiles_each: tl.int32, most_tiles: tl.int32, listed: tl.int32,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Some steps in one launch, for few coordinates. All programs must run at the same time: they meet after each step.
+
+    ``potentials`` and ``biases`` hold two states each, which take turns.
+    """
+    first, count = tl.program_id(0), tl.num_programs(0)
+    size = batch.to(tl.int64) * 2 * (blocks_x + blocks_y) * PAD
+    for k in range(steps):
+        now, other = (k % 2) * size, (1 - k % 2) * size
+        for number in range(first, programs * batch, count):
+            b = (number // programs).to(tl.int64)
+            scale, to_bits, share, keep, next_bits, next_scale, damping = told_by(table, k, b, batch, listed)
+            job(
+                b, number % programs, points_x, points_x, points_y, points_y, points_x, points_y, logs,
+                potentials + now, potentials + other, biases + now, biases + other, parts, parts, counters, parts,
+                programs, n, m, blocks_x, blocks_y, tiles_x, tiles_y, splits_x, splits_y, tiles_each, most_tiles, 0,
+                scale, to_bits, share, keep, next_bits, next_scale, damping,
+                FMA, D, P, D, 1, BLOCK_M, BLOCK_N, 1, False,
             )  # fmt: skip
-    softmin = norms * scale - top - tl.log2(total)
-    new = tl.where(share == 0.0, old, keep * old + share * softmin)
-    tl.store(after + at, new, mask=inside)
-    weight = tl.load(logs + b * (pad_x + pad_y) + offset + rows)
-    onward = tl.where(weight == float("-inf"), weight, weight + new * next_bits - norms * next_scale)
-    tl.store(next_bias + at, onward, mask=inside)
-    if SLOPE:
-        factor = damping / total
-        if P == 2:
-            factor = factor / scale
-        out = slope_out + ((b * 2 + own) * (n + m) + first_out + rows) * D
-        put_slope(out, s0, factor, inside, 0, D)
-        put_slope(out, s1, factor, inside, 1, D)
-        put_slope(out, s2, factor, inside, 2, D)
-        put_slope(out, s3, factor, inside, 3, D)
-        put_slope(out, s4, factor, inside, 4, D)
-        put_slope(out, s5, factor, inside, 5, D)
-        put_slope(out, s6, factor, inside, 6, D)
-        put_slope(out, s7, factor, inside, 7, D)
+        meet(meeting, (k + 1) * count)
 
 
 @kernel

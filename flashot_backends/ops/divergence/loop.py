@@ -85,18 +85,18 @@ def task(kernel: Any, clouds: Any, settings: Settings, need_x: bool, need_y: boo
 Numbers = tuple[float, float, float]  # temperature, damping, and how much of the potentials is kept
 
 
-def _one_launch_each(settings: Settings, found: list[list[float]]) -> list[list[Numbers]]:
+def _one_launch_each(settings: Settings, found: list[list[float]]) -> tuple[tuple[Numbers, ...], ...]:
     """The start, the steps and the last update, as kernels take them."""
     tables, waits = together(found)
 
-    def numbers(k: int, keep: float) -> list[Numbers]:
-        return [
+    def numbers(k: int, keep: float) -> tuple[Numbers, ...]:
+        return tuple(
             (table[k], damping(settings, table[k]), 1.0 if keep and wait > k else keep)
             for table, wait in zip(tables, waits, strict=True)
-        ]
+        )
 
     count = len(tables[0])
-    return [numbers(0, 0.0), *(numbers(k, 0.5) for k in range(count)), numbers(count - 1, 0.0)]
+    return (numbers(0, 0.0), *(numbers(k, 0.5) for k in range(count)), numbers(count - 1, 0.0))
 
 
 def _sides(found: Any, settings: Settings, x: Tensor, y: Tensor) -> tuple[Side, Side]:
