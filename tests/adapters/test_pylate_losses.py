@@ -12,6 +12,8 @@ import flashot_backends  # noqa: E402
 from flashot_backends import use  # noqa: E402
 from flashot_backends.ops.maxsim import deferred  # noqa: E402
 
+newer = pytest.mark.skipif(not hasattr(pylate.scores, "ColBERTScores"), reason="PyLate 1.4 and older score otherwise")
+
 
 class Model(torch.nn.Module):
     """As much of a ColBERT as the losses ask for."""
@@ -65,6 +67,7 @@ def both(kind, expand=True, texts=3, **options):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+@newer
 @pytest.mark.parametrize("options", [{}, {"size_average": False, "temperature": 0.3}], ids=["mean", "sum"])
 @pytest.mark.parametrize("expand", [True, False])
 @pytest.mark.parametrize("parts", [None, 2])
@@ -73,6 +76,7 @@ def test_contrastive(options, expand, parts, fused):
     assert len(fused) == 1
 
 
+@newer
 @pytest.mark.parametrize("parts", [2, 5])
 def test_cached_contrastive(parts, fused):
     both("CachedContrastive", mini_batch_size=2, score_mini_batch_size=parts, temperature=0.5)
@@ -85,12 +89,20 @@ def test_small_batches_keep_their_scores(monkeypatch):
     both("Contrastive")
 
 
+@pytest.mark.parametrize("kind", ["Contrastive", "CachedContrastive"])
+def test_every_version_learns_the_same(kind, monkeypatch):
+    monkeypatch.undo()
+    both(kind)
+
+
+@newer
 def test_scores_outside_the_losses_are_tensors(fused):
     with use(substitute=["pylate"]):
         scores = pylate.scores.ColBERTScores()(torch.randn(2, 3, 4), torch.randn(2, 1, 5, 4))
     assert isinstance(scores, torch.Tensor)
 
 
+@newer
 def test_another_metric_sees_tensors(fused):
     class Own(pylate.scores.ColBERTScores):
         def __call__(self, *args, **kwargs):
