@@ -130,13 +130,14 @@ def pull(laid: Laid, u, w, left, right, x_terms, y_terms) -> jax.Array:
 
     left: (P or fewer, n, e) and right: (P or fewer, m, e), or None; x_terms: (P, n, h), y_terms: (P, m, h).
     """
-    rows = {"u": u, "terms": jnp.swapaxes(x_terms, 1, 2)}
-    columns = {"w": w, "terms": jnp.swapaxes(y_terms, 1, 2)}
-    scalars = {}
+    x_terms, x_unit = _parts(x_terms, laid.problems)
+    y_terms, y_unit = _parts(y_terms, laid.problems)
+    rows, columns = {"u": u, "terms": x_terms}, {"w": w, "terms": y_terms}
+    scalars = {"terms": x_unit * y_unit}
     if left is not None:
         rows["values"], left_unit = _parts(left, laid.problems)
         columns["values"], right_unit = _parts(right, laid.problems)
-        scalars = {} if left_unit is None else {"unit": left_unit * right_unit}
+        scalars |= {} if left_unit is None else {"values": left_unit * right_unit}
     out = _run(_pull_kernel, laid, rows, columns, scalars, width=laid.features)
     return out if laid.y_unit is None else out * laid.y_unit[:, None, None]
 
@@ -153,12 +154,9 @@ def _parts(array: jax.Array, problems: int) -> tuple[tuple[jax.Array, ...], jax.
     largest = jnp.max(jnp.abs(padded), axis=(1, 2))
     unit = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30))) - 14)  # parts of at most 2^14; float16 holds 2^16
     scaled = padded / unit[:, None, None]
-    high = lax.reduce_precision(
-        scaled, 5, 10
-    )  # to float16 and back; XLA would drop such a pair of casts as superfluous
-    return tuple(part.astype(jnp.float16) for part in (high, scaled - high)), jnp.repeat(
-        unit, problems // unit.shape[0]
-    )
+    high = lax.reduce_precision(scaled, 5, 10)  # XLA would drop a cast to float16 and back as superfluous
+    parts = high.astype(jnp.float16), (scaled - high).astype(jnp.float16)
+    return parts, jnp.repeat(unit, problems // unit.shape[0])
 
 
 def _tokens(array: jax.Array, value, axis: int = -1) -> jax.Array:
@@ -198,7 +196,7 @@ def _score_tile(shape: _Shape, rows, columns, scalars, tile):
 
     Padding needs no mask of its own: inactive columns have w = −inf, inactive rows `around` = −inf.
     """
-    y = [ref[_tile(shape, tile), :] for ref in columns["features"]]
+    y = _parts_at(shape, columns["features"], tile)
     scores = _multiply(rows["features"], y, 1) * scalars["scale"]
     scores = scores + (_column_potential(shape, columns, tile)[None, :] + rows["around"][:, None])
     if shape.window is not None:
@@ -349,7 +347,7 @@ def _matvec_kernel(shape: _Shape, plan, y, rows, columns, scalars, tile):
 
 @_accumulate
 def _apply_kernel(shape: _Shape, plan, y, rows, columns, scalars, tile):
-    return _multiply_tile(plan, [ref[_tile(shape, tile), :] for ref in columns["values"]])
+    return _multiply_tile(plan, _parts_at(shape, columns["values"], tile))
 
 
 @_accumulate
@@ -358,15 +356,16 @@ def _pull_kernel(shape: _Shape, plan, y, rows, columns, scalars, tile):
 
 
 def _cotangent(shape: _Shape, rows, columns, scalars, tile):
-    """left rightᵀ − Σ_h x_h y_hᵀ, the small sum in float32 whatever the inputs' dtype."""
-    total = jnp.zeros((shape.height, shape.width), jnp.float32)
-    if "values" in rows:
-        values = [ref[_tile(shape, tile), :] for ref in columns["values"]]
-        total = _multiply(rows["values"], values, 1)
-        total = total * scalars["unit"] if "unit" in scalars else total
-    for term, near in enumerate(rows["terms"]):
-        total = total - near[:, None] * columns["terms"][term, _tile(shape, tile)][None, :]
-    return total
+    """left rightᵀ − x_terms y_termsᵀ, the small product with float32's accuracy whatever the inputs' dtype."""
+    total = -scalars["terms"] * _multiply(rows["terms"], _parts_at(shape, columns["terms"], tile), 1)
+    if "values" not in rows:
+        return total
+    direct = _multiply(rows["values"], _parts_at(shape, columns["values"], tile), 1)
+    return total + (direct * scalars["values"] if "values" in scalars else direct)
+
+
+def _parts_at(shape: _Shape, refs, tile):
+    return [ref[_tile(shape, tile), :] for ref in refs]
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -421,7 +420,7 @@ def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, 
     groups = scalars, rows, columns
     specs = (
         jax.tree.map(lambda _: pl.BlockSpec((1,), lambda program: (_div(program, shape.strips),)), scalars),
-        {name: jax.tree.map(functools.partial(_row_spec, name, shape, problems), part) for name, part in rows.items()},
+        jax.tree.map(functools.partial(_row_spec, shape, problems), rows),
         jax.tree.map(functools.partial(_column_spec, shape, problems), columns),
     )
     leaves, structure = jax.tree.flatten(groups)
@@ -431,7 +430,7 @@ def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, 
         out_shape=jax.ShapeDtypeStruct(out, jnp.float32),
         grid=(shape.strips * problems,),
         in_specs=jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, pl.BlockSpec)),
-        out_specs=_row_spec("out", shape, problems, jax.ShapeDtypeStruct(out, jnp.float32)),
+        out_specs=_row_spec(shape, problems, jax.ShapeDtypeStruct(out, jnp.float32)),
         compiler_params=_compiler_params(warps, stages),
         interpret=interpreted,
         name=kernel.__name__.strip("_"),
@@ -440,16 +439,14 @@ def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, 
 
 def _entry(kernel, shape, structure, *refs):
     scalars, rows, columns = jax.tree.unflatten(structure, refs[:-1])
-    rows = {name: _resident(name, part) for name, part in rows.items()}
+    rows = {name: _resident(part) for name, part in rows.items()}
     strip = _rem(pl.program_id(0), shape.strips)  # the interpreter knows it only outside of loops
     rows["first"] = strip * shape.height
     kernel(shape, rows, columns, {name: ref[0] for name, ref in scalars.items()}, refs[-1])
 
 
-def _resident(name, part):
-    """Read once, before the stream; the terms one by one, since their number need not be a power of two."""
-    if name == "terms":
-        return [part[term, :] for term in range(part.shape[0])]
+def _resident(part):
+    """Read once, before the stream."""
     return [ref[...] for ref in part] if isinstance(part, tuple) else part[...]
 
 
@@ -468,7 +465,7 @@ def _rem(program, by: int):
     return lax.rem(program, np.int32(by))
 
 
-def _row_spec(name: str, shape: _Shape, problems: int, array):
+def _row_spec(shape: _Shape, problems: int, array):
     """Programs count the strips of a problem first, then the problems."""
     shared = shape.strips * (problems // array.shape[0])
 
@@ -476,8 +473,6 @@ def _row_spec(name: str, shape: _Shape, problems: int, array):
         strip = _rem(program, shape.strips)
         return (_div(program, shared), *(strip if part is None else part for part in where))
 
-    if name == "terms":
-        return pl.BlockSpec((None, array.shape[1], shape.height), lambda program: at(program, 0, None))
     if array.ndim == 2:
         return pl.BlockSpec((None, shape.height), lambda program: at(program, None))
     return pl.BlockSpec((None, shape.height, array.shape[2]), lambda program: at(program, None, 0))

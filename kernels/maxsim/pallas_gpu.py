@@ -99,9 +99,7 @@ def _split(array, axes, kind):
     largest = jnp.max(jnp.abs(array), axis=axes, keepdims=True)
     unit = jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30))) - 14)
     scaled, width = array / unit, jnp.finfo(kind)
-    high = lax.reduce_precision(
-        scaled, width.nexp, width.nmant
-    )  # XLA would drop a cast to `kind` and back as superfluous
+    high = lax.reduce_precision(scaled, width.nexp, width.nmant)  # XLA would drop a cast to and from as superfluous
     return high.astype(kind), (scaled - high).astype(kind), unit.squeeze(axes)
 
 

@@ -1,5 +1,9 @@
 """MaxSim of JAX arrays: the torch operation in float64, and jax.grad of the plain expression."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -151,6 +155,17 @@ def test_padding_may_hold_anything(x64):  # noqa: F811
     got, wanted = gradients(bad_queries, bad_documents), gradients(queries, documents)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         close(one, other)
+
+
+def test_torch_is_not_needed():
+    program = (
+        "import sys; sys.modules['torch'] = None; import jax.numpy as jnp;"
+        "from flashot_backends.ops.maxsim import topk;"
+        "print(topk(jnp.ones((2, 3, 4)), jnp.ones((3, 5, 4)), 2)[1].shape)"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "(2, 2)\n", done.stderr
 
 
 def test_empty_sides():

@@ -14,7 +14,7 @@ KERNEL_KINDS = (
     ("rectangular", "score"),
     ("segments", None),
 )
-DUSTBINS = (None, "token", "score", "token+capacity")
+DUSTBINS = (None, "token", "score", "token+capacity", "score+capacity")
 
 
 def normal(seed, *shape, dtype=jnp.float64):
@@ -49,6 +49,7 @@ def dustbin(kind, parts):
         "token": DustbinToken(query, key, value),
         "token+capacity": DustbinToken(query, key, value, (capacity[0], capacity[1])),
         "score": DustbinScore(score),
+        "score+capacity": DustbinScore(score, (capacity[0], capacity[1])),
     }[kind]
 
 

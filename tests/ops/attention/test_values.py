@@ -94,6 +94,20 @@ def test_score_dustbin_marginals_and_unmatched_mass(x64):
     assert columns.shape == (14,)
 
 
+def test_score_dustbin_capacity_is_what_the_dustbin_holds(x64):
+    """Rows and columns of the dustbin sum to its capacities, corner included; the rest of the masses is matched."""
+    q, k, _ = cases.tokens(lead=())
+    dustbin = DustbinScore(jnp.asarray(0.5), (4.0, 4.0))
+    P, (rows, columns) = plan(
+        q, k, return_unmatched=True, epsilon=1.0, base_steps=300, dustbin=dustbin, backend="chunked"
+    )
+    assert jnp.abs(P.sum(1) + rows - 1).max() < 1e-9
+    assert jnp.abs(P.sum(0) + columns - 1).max() < 1e-12
+    corner = 4 - rows.sum()
+    assert 0 < corner < 4
+    assert jnp.abs(columns.sum() + corner - 4) < 1e-9
+
+
 def test_grouped_heads_equal_repeated_keys(x64):
     q, k, v = cases.normal(1, 2, 6, 9, 5), cases.normal(2, 2, 3, 9, 5), cases.normal(3, 2, 3, 9, 4)
     mask = jnp.arange(9)[None, None, :] < jnp.asarray([6, 9])[:, None, None]
