@@ -6,6 +6,7 @@ for unbalanced optimal transport", 2019, for the damping. Everything runs in the
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ... import dispatch
 from ...config import settings as session
 from ..sinkhorn.problem import log_weights
 from ..sinkhorn.solver import Request, _names, make_operator
-from .schedule import Settings, Step, damping, descent, lists, together
+from .schedule import Settings, Step, damping, descent, extents, temperatures, together
 
 
 class Side(NamedTuple):
@@ -75,7 +76,8 @@ def in_one_go(x: Tensor, y: Tensor, metric: str, backend: str) -> Any:
 
 def task(kernel: Any, clouds: Any, settings: Settings, need_x: bool, need_y: bool, precision: str) -> tuple[Any, Any]:
     """The problem, as such a kernel takes it."""
-    steps = _one_launch_each(settings, lists(settings, clouds[0], clouds[2]))
+    diameters = tuple(settings.diameters) or tuple(extents(clouds[0], clouds[2], settings.each))
+    steps = _one_launch_each(settings.p, settings.blur, settings.scaling, settings.rho, diameters)
     how = precision or session().precision, lambda over: _shown(over, settings)
     return kernel.Clouds(*clouds), kernel.Task(
         settings.p, steps, settings.rho, settings.debias, need_x, need_y, *how
@@ -85,13 +87,16 @@ def task(kernel: Any, clouds: Any, settings: Settings, need_x: bool, need_y: boo
 Numbers = tuple[float, float, float]  # temperature, damping, and how much of the potentials is kept
 
 
-def _one_launch_each(settings: Settings, found: list[list[float]]) -> tuple[tuple[Numbers, ...], ...]:
+@functools.lru_cache(maxsize=256)
+def _one_launch_each(
+    p: int, blur: float, scaling: float, rho: float, diameters: tuple[float, ...]
+) -> tuple[tuple[Numbers, ...], ...]:
     """The start, the steps and the last update, as kernels take them."""
-    tables, waits = together(found)
+    tables, waits = together([temperatures(p, diameter, blur, scaling) for diameter in diameters])
 
     def numbers(k: int, keep: float) -> tuple[Numbers, ...]:
         return tuple(
-            (table[k], damping(settings, table[k]), 1.0 if keep and wait > k else keep)
+            (table[k], damping(rho, table[k]), 1.0 if keep and wait > k else keep)
             for table, wait in zip(tables, waits, strict=True)
         )
 

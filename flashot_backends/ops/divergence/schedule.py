@@ -83,12 +83,6 @@ class Step(NamedTuple):
     begun: Tensor | None
 
 
-def lists(settings: Settings, x: Tensor, y: Tensor) -> list[list[float]]:
-    """The temperatures of a batch: one list for all elements, or one for each."""
-    diameters = settings.diameters or extents(x, y, settings.each)
-    return [temperatures(settings.p, diameter, settings.blur, settings.scaling) for diameter in diameters]
-
-
 def together(found: list[list[float]]) -> tuple[list[list[float]], list[int]]:
     """All elements arrive together: shorter lists wait at their first temperature, so many steps."""
     longest = max(map(len, found))
@@ -97,7 +91,8 @@ def together(found: list[list[float]]) -> tuple[list[list[float]], list[int]]:
 
 def descent(settings: Settings, x: Tensor, y: Tensor) -> list[Step]:
     """The steps for a batch. The first one also gives the starting potentials."""
-    found, batch, device = lists(settings, x, y), x.shape[0], x.device
+    diameters, batch, device = settings.diameters or extents(x, y, settings.each), x.shape[0], x.device
+    found = [temperatures(settings.p, diameter, settings.blur, settings.scaling) for diameter in diameters]
     if len(found) == 1:
         return [_step(settings, torch.full((batch,), e, dtype=torch.float64, device=device), None) for e in found[0]]
     tables, waiting = together(found)
@@ -108,9 +103,9 @@ def descent(settings: Settings, x: Tensor, y: Tensor) -> list[Step]:
 def _step(settings: Settings, epsilon: Tensor, begun: Tensor | None) -> Step:
     if math.isinf(settings.reach):
         return Step(epsilon, 1.0, begun)
-    return Step(epsilon, damping(settings, epsilon)[:, None], begun)
+    return Step(epsilon, damping(settings.rho, epsilon)[:, None], begun)
 
 
-def damping(settings: Settings, epsilon: Any) -> Any:
-    """How much a softmin counts under a reach."""
-    return 1 / (1 + epsilon / settings.rho)
+def damping(rho: float, epsilon: Any) -> Any:
+    """How much a softmin counts under a strength ρ of the constraints."""
+    return 1 / (1 + epsilon / rho)
