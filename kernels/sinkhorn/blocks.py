@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .operator import FLOORS, Cost, Operator, Softmin, Sweep, Weighted, scaling
+from .operator import FLOORS, Cost, Operator, Rule, Softmin, Sweep, Weighted, scaling
 
 # Elements of a strip: small enough for a CPU's caches and large enough to share out, or enough to fill a card.
 STRIP_CPU = 1 << 19
@@ -162,27 +162,31 @@ class Blocks(Operator):
                 out[strip] = self.costs(strip) @ values[strip.batch].to(self.dtype)
         return out
 
-    def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
+    def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor, rule: Rule | None = None) -> Sweep:
         """Update rows and columns with one exponential per pair."""
         t = scaling(log_b, g, self.epsilon)
         hint = finite(f / self.epsilon[:, None])
         terms, safe_terms = self.terms(hint, t), self.terms(None, t)
         weight = log_a.exp()
-        scaled_f = self.zeros(self.batch, self.rows)
+        softmin = self.zeros(self.batch, self.rows)
+        after = softmin if rule is None else torch.empty_like(softmin)
         marginal = torch.zeros(self.batch, self.columns, dtype=torch.float64, device=self.device)
         with exact_products(self.device):
             for strip in self.strips():
-                e = exp2(self.exponents(strip, terms))
+                e, epsilon = exp2(self.exponents(strip, terms)), self.epsilon[strip.batch]
                 total, offset = e.sum(-1), hint[strip]
                 if not safe(total):
                     e, total, offset = self._around_maximum(strip, safe_terms)
-                scaled_f[strip] = offset - total.log()
-                share = torch.where(weight[strip] > 0, weight[strip] / total, 0.0)
+                softmin[strip] = (offset - total.log()) * epsilon[:, None]
+                mass = weight[strip] / total
+                if rule is not None:
+                    after[strip] = rule.of(*strip).follow(f[strip], softmin[strip], epsilon)
+                    mass = weight[strip] * torch.exp(after[strip] / epsilon[:, None] - offset)
+                share = torch.where(weight[strip] > 0, mass, 0.0)
                 marginal[strip.batch] += torch.matmul(share[:, None, :], e)[:, 0]
-        f = scaled_f * self.epsilon[:, None]
         massless = log_b == -torch.inf
         ratio = torch.where(massless, 1.0, marginal * torch.exp(-log_b.double())).to(self.dtype)
-        return Sweep(f, self._columns(log_a, log_b, f, g, ratio), ratio)
+        return Sweep(after, self._columns(log_a, log_b, after, g, ratio), ratio, softmin)
 
     def _around_maximum(self, strip: Strip, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
         """e_ij, its row sums and the row offset in them: minus the maximum of the row."""

@@ -59,9 +59,52 @@ class Cost(NamedTuple):
 class Sweep(NamedTuple):
     """The outcome of one row update and the column update that follows it."""
 
-    f: Tensor  # (B, n): the row potentials that belong to the given g
-    g: Tensor  # (B, m): the column potentials that follow from f
+    f: Tensor  # (B, n): the row potentials that follow from the given g
+    g: Tensor  # (B, m): the softmin of the columns that belongs to f
     ratio: Tensor  # (B, m): column sums of the plan of (f, given g), over the wanted ones; 1 where none is wanted
+    softmin: Tensor  # (B, n): the softmin of the rows that belongs to the given g; f itself without a rule
+
+
+class Rule(NamedTuple):
+    """How potentials follow from their softmin: to the target t = damping · softmin + shift, and beyond it by ω.
+
+    The target is where the dual is largest by these potentials alone. Beyond it, new = t + (ω − 1)(t − old), but upwards
+    no further than t + ε log(1 + (t − old)/ε).
+    """
+
+    omega: Tensor | None = None  # (B, 1) or (B, n), from 1 to 2
+    damping: Tensor | None = None  # (B, 1)
+    shift: Tensor | None = None  # (B, n)
+
+    def of(self, batch: slice, rows: slice) -> Rule:
+        """The rule of some rows of some problems."""
+        omega = self.omega if self.omega is None or self.omega.shape[1] == 1 else self.omega[:, rows]
+        shift = self.shift if self.shift is None else self.shift[batch, rows]
+        return Rule(*(part if part is None else part[batch] for part in (omega, self.damping)), shift)
+
+    def target(self, softmin: Tensor) -> Tensor:
+        """Where the potentials would go without relaxation."""
+        out = softmin if self.damping is None else self.damping * softmin
+        return out if self.shift is None else out + self.shift
+
+    def follow(self, old: Tensor, softmin: Tensor, epsilon: Tensor) -> Tensor:
+        """The new potentials (B, n)."""
+        target = self.target(softmin)
+        return target if self.omega is None else relaxed(old, target, self.omega, epsilon[:, None])
+
+
+def relaxed(old: Tensor, target: Tensor, omega: Tensor, epsilon: Tensor) -> Tensor:
+    """old + ω (target − old), upwards no further than target + ε log(1 + (target − old)/ε).
+
+    So relaxed, potentials never lower the dual, whatever ω ∈ [1, 2]. By a potential at distance t ε from its target the
+    dual is φ(t) = t − e^t (times weight and ε, up to a constant). From t > 0, the other side at −s with s ≤ t is no
+    worse: φ(−s) ≥ φ(−t) ≥ φ(t). From −t < 0, the other side at s ≤ log(1 + t) is no worse, since e^s − s ≤ t + e^−t
+    there: 1 − log(1 + t) ≤ e^−t. A penalty ρ KL of the marginal, ρ ≥ ε, adds a term that keeps both inequalities.
+    """
+    step = target - old
+    beyond = (omega - 1) * step
+    beyond = torch.where(step > 0, torch.minimum(beyond, epsilon * (step.clamp(min=0) / epsilon).log1p()), beyond)
+    return torch.where(step.isfinite(), target + beyond, target)
 
 
 class Pullback(NamedTuple):
@@ -148,24 +191,27 @@ class Operator:
         """C V: values (B, m, k) to (B, n, k)."""
         raise NotImplementedError
 
-    def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Sweep:
-        """Update the rows from g, then the columns; ``f`` is the previous row potential, a hint at most.
+    def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor, rule: Rule | None = None) -> Sweep:
+        """Update the rows from g, then find the columns' softmin; ``f`` is the previous row potential.
 
-        Columns without mass keep their potential.
+        It is a hint at most without a rule. Columns without mass keep their potential.
         """
-        f = self.softmin(scaling(log_b, g, self.epsilon))
+        softmin = self.softmin(scaling(log_b, g, self.epsilon))
+        f = softmin if rule is None else rule.follow(f, softmin, self.epsilon)
         after = self.T.softmin(scaling(log_a, f, self.epsilon))
         after = torch.where(log_b == -torch.inf, g, after)
-        return Sweep(f, after, torch.exp((g - after) / self.epsilon[:, None]))
+        return Sweep(f, after, torch.exp((g - after) / self.epsilon[:, None]), softmin)
 
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        inspect: Callable[[dict[str, float]], None],
+        gap: float, inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...] | None:
         """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
 
-        A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. Returns
-        row and column potentials, iterations, error and whether it is below the tolerance, by batch element.
+        A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. ``gap`` is
+        what over-relaxation starts from, 1 for plain iterations. Returns row and column potentials, iterations, error
+        and whether it is below the tolerance, by batch element; and errors and gaps (B, looks) after every look, NaN
+        where there was none.
         """
         return None
 

@@ -179,7 +179,8 @@ def test_elements_that_stop_on_their_own(backend):
     """The derivative is that of the iterations that each element ran."""
     M = torch.stack([normal(6, 7).abs() * scale for scale in (0.01, 1, 6)])
     together = M.clone().requires_grad_()
-    solution = solve(DenseCost(together), epsilon=0.5, check_every=1, tolerance=1e-4, backend=backend)
+    options = {"check_every": 1, "tolerance": 1e-4, "acceleration": None, "backend": backend}
+    solution = solve(DenseCost(together), epsilon=0.5, **options)
     assert len(set(solution.iterations.tolist())) == 3
     (found,) = torch.autograd.grad(solution.plan().square().sum(), together)
     for k in range(3):

@@ -76,7 +76,8 @@ def test_dtypes(kind, backend, dtype, tolerance):
 def test_stops_when_the_columns_are_right(backend, norm):
     cost, _, M = make("points3")
     a, b = weights(7), weights(9, seed=1)
-    solution = solve(cost, a, b, epsilon=EPSILON, tolerance=1e-5, check_every=3, norm=norm, backend=backend)
+    options = {"epsilon": EPSILON, "check_every": 3, "acceleration": None, "norm": norm, "backend": backend}
+    solution = solve(cost, a, b, tolerance=1e-5, **options)
     iterations, order = int(solution.iterations), 1 if norm == "l1" else 2
     assert solution.converged
     assert iterations % 3 == 1
@@ -94,11 +95,12 @@ def test_stops_when_the_columns_are_right(backend, norm):
 @both
 def test_says_when_it_did_not_converge(backend):
     cost, _, _ = make("matrix")
-    solution = solve(cost, epsilon=0.01, tolerance=1e-12, max_iterations=4, backend=backend)
+    options = {"epsilon": 0.01, "tolerance": 1e-12, "max_iterations": 4, "acceleration": None, "backend": backend}
+    solution = solve(cost, **options)
     assert not solution.converged
     assert solution.iterations == 4
     assert solution.error > 1e-12
-    last = solve(cost, epsilon=0.01, tolerance=1e-12, max_iterations=4, check_every=1, backend=backend)
+    last = solve(cost, check_every=1, **options)
     close(last.error, solution.error)
 
 

@@ -14,6 +14,9 @@ from .costs import floating
 from .problem import Problem
 from .solver import ERROR_NORMS, Control
 
+ACCELERATIONS = ("auto", "overrelaxation", "annealing", None)
+GRADIENTS = ("unrolled", "envelope", "implicit")
+
 
 def checked_control(
     max_iterations: int, tolerance: float, check_every: int, norm: str, acceleration: str | None, precision: str | None
@@ -24,12 +27,22 @@ def checked_control(
             raise ValueError(f"{name} is {value!r}; accepted is a whole number from 1")
     if not isinstance(tolerance, numbers.Real) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance is {tolerance!r}; accepted is a finite number from 0")
-    choices = {"norm": (norm, tuple(ERROR_NORMS)), "acceleration": (acceleration, ("auto", None)),
+    choices = {"norm": (norm, tuple(ERROR_NORMS)), "acceleration": (acceleration, ACCELERATIONS),
                "precision": (precision, ("high", "fast", None))}  # fmt: skip
     for name, (given, accepted) in choices.items():
         if given not in accepted:
             raise ValueError(f"{name} is {given!r}; accepted is one of {accepted}")
-    return Control(int(max_iterations), float(tolerance), int(check_every), norm)
+    return Control(int(max_iterations), float(tolerance), int(check_every), norm, acceleration or "")
+
+
+def check_gradient(gradient: str, tolerance: float | None) -> None:
+    """Refuse unknown ways to differentiate."""
+    if gradient not in GRADIENTS:
+        raise ValueError(f"gradient is {gradient!r}; accepted is one of {GRADIENTS}")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, numbers.Real)):
+        raise TypeError(f"gradient_tolerance is {tolerance!r}; accepted is a number between 0 and 1")
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ValueError(f"gradient_tolerance is {tolerance!r}; accepted is a number between 0 and 1")
 
 
 def starting_point(problem: Problem, init: tuple[Any, Any] | None) -> Tensor:

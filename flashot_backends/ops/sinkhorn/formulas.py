@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import torch_ops
+from .streamed import transformed
 
 
 class Plan(NamedTuple):
@@ -39,6 +39,8 @@ class Plan(NamedTuple):
 
     def moment(self, values: Tensor, power: int = 0) -> Tensor:
         """(P ∘ C^power) V."""
+        from . import torch_ops  # it imports this module
+
         x, y, s, t, epsilon, how = self
         if power == 0:
             return torch_ops.apply(x, y, s, t, epsilon, values, *how)  # type: ignore[no-any-return]
@@ -151,6 +153,8 @@ def vector_jacobian(
     formula: Callable[..., Sequence[Tensor]], inputs: list[Any], needs: Sequence[bool], cotangents: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a formula by the inputs that need one; differentiable again if autograd records."""
+    if transformed():
+        return _transformed_vjp(formula, inputs, needs, cotangents)
     again = torch.is_grad_enabled()
     gradients: list[Tensor | None] = [None] * len(inputs)
     with torch.enable_grad():
@@ -164,6 +168,22 @@ def vector_jacobian(
             for k, gradient in zip(wanted, found, strict=True):
                 gradients[k] = gradient
     return tuple(gradients)
+
+
+def _transformed_vjp(
+    formula: Callable[..., Sequence[Tensor]], inputs: list[Any], needs: Sequence[bool], cotangents: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The same inside of ``torch.func``, which differentiates functions and not tensors."""
+    wanted = [k for k, need in enumerate(needs) if need]
+
+    def of(*changed: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(wanted, changed, strict=True))
+        return tuple(formula(*(given.get(k, part) for k, part in enumerate(inputs))))
+
+    outs, pull = torch.func.vjp(of, *(inputs[k] for k in wanted))
+    filled = tuple(torch.zeros_like(out) if by is None else by for out, by in zip(outs, cotangents, strict=True))
+    found = dict(zip(wanted, pull(filled), strict=True))
+    return tuple(found.get(k) for k in range(len(inputs)))
 
 
 def _alias(part: Any, need: bool, again: bool) -> Any:

@@ -34,6 +34,9 @@ class Problem(NamedTuple):
     metric: str
     restore: Callable[[Any], Any]
     offsets: tuple[Tensor, Tensor] | None = None
+    weighted: bool = True  # weights were given, and some may be zero
+    reach: Tensor | None = None  # (B, 2) float64: ρ of rows and of columns, infinite where the marginal is binding
+    rho: tuple[float, float] = (math.inf, math.inf)  # the same as numbers; NaN where they came as arrays
 
     def shaped(self, flat: Tensor) -> Tensor:
         """Give a result its batch axes back."""
@@ -47,7 +50,7 @@ class Problem(NamedTuple):
         return flatten(shaped, self.batch, tail)
 
 
-def make_problem(cost: Any, a: Any, b: Any, epsilon: Any) -> Problem:
+def make_problem(cost: Any, a: Any, b: Any, epsilon: Any, reach: Any = None) -> Problem:
     """Check a transport problem (all but the values, which cost a pass over the data) and flatten its batch."""
     if not isinstance(cost, PointCloud | DenseCost):
         raise TypeError(f"cost is a {type(cost).__name__}; accepted are PointCloud and DenseCost")
@@ -55,9 +58,11 @@ def make_problem(cost: Any, a: Any, b: Any, epsilon: Any) -> Problem:
     if n == 0 or m == 0:
         raise ValueError(f"cost has shape {cost.shape}; accepted are at least one row and one column")
     a_, b_ = weights(a, "a", n, cost), weights(b, "b", m, cost)
-    epsilon_ = regularisation(epsilon, a_.device)
+    epsilon_, (reach_, rho) = regularisation(epsilon, a_.device), reaches(reach, a_.device)
+    shapes = {"a": a_.shape[:-1], "b": b_.shape[:-1], "epsilon": epsilon_.shape}
+    shapes |= {} if reach_ is None else {"reach": reach_.shape[:-1]}
     batch = cost.batch
-    for name, shape in (("a", a_.shape[:-1]), ("b", b_.shape[:-1]), ("epsilon", epsilon_.shape)):
+    for name, shape in shapes.items():
         batch = broadcast_batch(batch, tuple(shape), "cost", name)
     form = kernel_form(cost)
     x, *y = (flatten(part, batch, tuple(part.shape[-2:])) for part in form.tensors)
@@ -65,7 +70,8 @@ def make_problem(cost: Any, a: Any, b: Any, epsilon: Any) -> Problem:
     if form.alpha is not None and form.beta is not None:
         offsets = flatten(form.alpha.to(a_.dtype), batch, (n,)), flatten(form.beta.to(a_.dtype), batch, (m,))
     flat = flatten(a_, batch, (n,)), flatten(b_, batch, (m,)), flatten(epsilon_, batch, ())
-    return Problem(x, y[0] if y else None, *flat, batch, form.metric, cost.restore, offsets)
+    weighted, reach_ = a is not None or b is not None, reach_ if reach_ is None else flatten(reach_, batch, (2,))
+    return Problem(x, y[0] if y else None, *flat, batch, form.metric, cost.restore, offsets, weighted, reach_, rho)
 
 
 def weights(given: Any, name: str, count: int, cost: Any) -> Tensor:
@@ -96,6 +102,37 @@ def regularisation(given: Any, device: torch.device) -> Tensor:
     return to_torch(given, "epsilon").to(device=device, dtype=torch.float64)
 
 
+def reaches(given: Any, device: torch.device) -> tuple[Tensor | None, tuple[float, float]]:
+    """The reach of rows and columns, (..., 2) float64 (None where both are infinite), and as numbers or NaN."""
+    sides = given if isinstance(given, tuple | list) else (given, given)
+    if len(sides) != 2:
+        raise ValueError(f"reach has {len(sides)} entries; accepted is one for both sides, or a pair (rows, columns)")
+    rho = tuple(_as_number(side) for side in sides)
+    if rho == (math.inf, math.inf):
+        return None, rho
+    tensors = [_reach_of(side, number, device) for side, number in zip(sides, rho, strict=True)]
+    broadcast_batch(tensors[0].shape, tensors[1].shape, "reach's rows", "reach's columns")
+    return torch.stack(torch.broadcast_tensors(*tensors), -1), rho  # type: ignore[return-value]
+
+
+def _as_number(given: Any) -> float:
+    if given is None:
+        return math.inf
+    if isinstance(given, bool | str):
+        raise TypeError(f"reach is {given!r}; accepted are positive numbers, arrays of one for each problem, and None")
+    if not isinstance(given, numbers.Real):
+        return math.nan
+    if not float(given) > 0:
+        raise ValueError(f"reach is {given}; accepted are positive numbers, and infinity or None for a binding marginal")
+    return float(given)
+
+
+def _reach_of(given: Any, number: float, device: torch.device) -> Tensor:
+    if math.isnan(number):
+        return to_torch(given, "reach").detach().to(device=device, dtype=torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
 def log_weights(given: Tensor) -> Tensor:
     """log a, −inf without mass; no gradient flows where there is no mass."""
     massive = given > 0
@@ -107,30 +144,34 @@ def flatten(tensor: Tensor, batch: tuple[int, ...], tail: tuple[int, ...]) -> Te
     return tensor.expand(batch + tail).reshape((math.prod(batch), *tail))
 
 
-def check_values(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor) -> None:
+def check_values(
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, reach: Tensor | None = None
+) -> None:
     """Look at the numbers: one pass over the data and one wait for a device. Skipped while a CUDA graph is captured."""
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     if epsilon.numel() == 0:
         return
-    found = measure(x, y, a, b, epsilon)
+    found = measure(x, y, a, b, epsilon, reach)
     for name, value in zip(found, torch.stack(list(found.values())).tolist(), strict=True):
         judge(name, value, MASS_TOLERANCE[a.dtype])
 
 
 def inspect_values(
-    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, seen: dict[str, float]
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, reach: Tensor | None, seen: dict[str, float]
 ) -> None:
     """Judge what a kernel saw of the values; look at them again for the message if something is wrong."""
     try:
         for name, value in seen.items():
             judge(name, value, MASS_TOLERANCE[a.dtype])
     except ValueError:
-        check_values(x, y, a, b, epsilon)
+        check_values(x, y, a, b, epsilon, reach)
         raise
 
 
-def measure(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor) -> dict[str, Tensor]:
+def measure(
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, reach: Tensor | None
+) -> dict[str, Tensor]:
     """The few numbers that tell whether the values are acceptable."""
     found = {"epsilon": torch.where(epsilon < math.inf, epsilon, math.nan).min()}
     if y is None:
@@ -142,7 +183,11 @@ def measure(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor) 
         mass = weight.sum(-1, dtype=torch.float64)
         found[name], found[f"mass of {name}"] = weight.amin().double(), mass.min()
         masses.append(mass)
-    found["mass"] = (masses[1] / masses[0] - 1).abs().max()
+    difference = (masses[1] / masses[0] - 1).abs()
+    if reach is not None:  # a side that may miss its marginal makes up for different masses
+        difference = torch.where((reach == math.inf).all(-1), difference, 0.0)
+        found["reach"] = torch.where(reach > 0, reach, math.nan).min()
+    found["mass"] = difference.max()
     return found
 
 
@@ -150,6 +195,8 @@ def judge(name: str, value: float, mass_tolerance: float) -> None:
     """Raise what is wrong with one number of ``measure``."""
     if name == "epsilon" and not (0 < value < math.inf):
         raise ValueError(f"epsilon holds {value}; accepted are positive finite numbers")
+    if name == "reach" and math.isnan(value):
+        raise ValueError("reach holds a number that is not positive; accepted are positive ones, infinity among them")
     if name == "M" and (math.isnan(value) or value == -math.inf):
         raise ValueError(f"M holds {value}; accepted are finite costs, and +inf for a forbidden pair")
     if name in ("x", "y") and not math.isfinite(value):
@@ -162,7 +209,9 @@ def judge(name: str, value: float, mass_tolerance: float) -> None:
     if name.startswith("mass of") and not (0 < value < math.inf):
         raise ValueError(f"the {name} is {value}; accepted is a positive finite sum of weights")
     if name == "mass" and not value <= mass_tolerance:
-        raise ValueError(f"the masses of a and b differ by {value:.3g} of the mass; accepted are equal masses")
+        raise ValueError(
+            f"the masses of a and b differ by {value:.3g} of the mass; accepted are equal masses, and any with a reach"
+        )
 
 
 class SoftminProblem(NamedTuple):
@@ -176,12 +225,12 @@ class SoftminProblem(NamedTuple):
     shaped: Callable[[Tensor], Tensor]
 
 
-def make_softmin(cost: Any, h: Any, epsilon: Any) -> SoftminProblem:
+def make_softmin(cost: Any, h: Any, epsilon: Any, name: str = "h") -> SoftminProblem:
     """Check the arguments of ``softmin`` and flatten them."""
     problem = make_problem(cost, None, None, epsilon)
-    h_ = column_vector(cost, h, "h").to(problem.a.dtype)
+    h_ = column_vector(cost, h, name).to(problem.a.dtype)
     n, m = cost.shape[-2:]
-    batch = broadcast_batch(problem.batch, tuple(h_.shape[:-1]), "cost", "h")
+    batch = broadcast_batch(problem.batch, tuple(h_.shape[:-1]), "cost", name)
     parts = [problem.x] if problem.y is None else [problem.x, problem.y]
     x, *y = (flatten(problem.shaped(part), batch, tuple(part.shape[1:])) for part in parts)
     flat_h, flat_epsilon = flatten(h_, batch, (m,)), flatten(problem.shaped(problem.epsilon), batch, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from flashot_backends.kernels.sinkhorn.operator import scaling
 
-from . import torch_ops
+from . import envelope, torch_ops
 from .costs import DenseCost, PointCloud, floating
 from .metrics import pairwise
 from .problem import Problem, log_weights
 from .solver import State
+from .transforms import TopK, at, largest
 
 CONVENTIONS = ("kl", "entropy")
 
@@ -32,17 +34,25 @@ class Solution:
     iterations : integer array (...)
         Iterations run: a column update and a row update each.
     error : array (...)
-        ‖Pᵀ1 − b‖ in the norm asked for. Rows are exact.
+        ‖Pᵀ1 − b‖ in the norm asked for, or ‖Pᵀ1 − b e^(−g/ρ₂)‖ where the columns may miss b: the gradient of the dual by
+        g. Rows are exact: P1 = a, or a e^(−f/ρ₁).
     converged : boolean array (...)
         Whether the error is below the tolerance.
+    errors : array (..., looks)
+        The error at every look: after iterations 1, 1 + check_every, … and the last. NaN where nothing was looked at:
+        after the end, and where over-relaxation made a cycle longer.
     """
 
-    def __init__(self, cost: PointCloud | DenseCost, problem: Problem, state: State, how: tuple[str, str, str]):
+    def __init__(
+        self, cost: PointCloud | DenseCost, problem: Problem, state: State, how: tuple[str, str, str],
+        fixed_point: tuple[Tensor, Tensor] | None = None,
+    ):  # fmt: skip
         self._cost, self._problem, self._state, self._how = cost, problem, state, how
         restore, shaped = problem.restore, problem.shaped
         self.f, self.g = (restore(shaped(potential)) for potential in self._potentials())
         self.iterations, self.error = restore(shaped(state.iterations)), restore(shaped(state.error))
-        self.converged = restore(shaped(state.converged))
+        self.converged, self.errors = restore(shaped(state.converged)), restore(shaped(state.errors))
+        self._fixed_point = fixed_point
 
     def plan(self) -> Any:
         """Return P as a matrix (..., n, m)."""
@@ -68,6 +78,25 @@ class Solution:
         rows, columns = self._marginals()
         return restore(shaped(rows)), restore(shaped(columns))
 
+    def top_k(self, k: int) -> TopK:
+        """Return the k largest entries of every row of P, largest first, and their columns: two arrays (..., n, k).
+
+        Streamed; entries are differentiable, columns are not. Rows with fewer than k entries above zero end with zeros.
+        """
+        return self._top(k, transposed=False)
+
+    def top_k_transpose(self, k: int) -> TopK:
+        """Return the k largest entries of every column of P and their rows, (..., m, k); see ``top_k``."""
+        return self._top(k, transposed=True)
+
+    def entropy(self) -> Any:
+        """Return −Σ P (log P − 1), (...) (Peyré and Cuturi, 2019, eq. 4.1), streamed."""
+        problem, (s, t) = self._problem, self._scalings()
+        rows, columns = self._marginals()
+        linear = torch_ops.linear_cost(problem.x, problem.y, s, t, problem.epsilon, *self._how)
+        found = rows.sum(-1) + linear / problem.epsilon.to(s.dtype) - dot(rows, s) - dot(columns, t)
+        return problem.restore(problem.shaped(found))
+
     def linear_cost(self) -> Any:
         """Return ⟨P, C⟩ (...), streamed. Its gradient is that of the plan too."""
         s, t = self._scalings()
@@ -83,10 +112,27 @@ class Solution:
         Parameters
         ----------
         convention : "kl" or "entropy"
-            ⟨P, C⟩ + ε KL(P | a bᵀ) with KL(P|Q) = Σ P log(P/Q) − ΣP + ΣQ; or ⟨P, C⟩ + ε Σ P (log P − 1).
+            ⟨P, C⟩ + ε KL(P | a bᵀ) with KL(P|Q) = Σ P log(P/Q) − ΣP + ΣQ; or ⟨P, C⟩ + ε Σ P (log P − 1). Where a side
+            has a reach ρ, ρ KL of its marginal is part of both.
         """
         if convention not in CONVENTIONS:
             raise ValueError(f"convention is {convention!r}; accepted is one of {CONVENTIONS}")
+        # With a reach the plan does not minimise the entropy's value, and the envelope theorem says nothing of it.
+        if self._fixed_point is None or (convention == "entropy" and self._problem.reach is not None):
+            total = self._value(convention)
+        else:
+            total = self._optimal_value(convention, *self._fixed_point)
+        return self._problem.restore(self._problem.shaped(total))
+
+    def _optimal_value(self, convention: str, f: Tensor, g: Tensor) -> Tensor:
+        """The value with the derivatives of the minimum, (B,)."""
+        with torch.no_grad():
+            total = self._value(convention)
+        problem, offsets = self._problem, self._problem.offsets or (None, None)
+        tensors = (*problem[:5], f, g, *offsets, problem.reach, total)
+        return envelope.optimum(*tensors, convention == "entropy", *self._how)  # type: ignore[no-any-return]
+
+    def _value(self, convention: str) -> Tensor:
         problem, epsilon = self._problem, self._problem.epsilon.to(self._state.f.dtype)
         rows, columns = self._marginals()
         if convention == "kl":
@@ -97,7 +143,13 @@ class Solution:
             total = epsilon * (dot(rows, s) + dot(columns, t) - rows.sum(-1))
             if problem.offsets is not None:
                 total = total + dot(rows, problem.offsets[0]) + dot(columns, problem.offsets[1])
-        return problem.restore(problem.shaped(total))
+        return total if problem.reach is None else total + self._penalties(problem.reach.to(total.dtype), rows, columns)
+
+    def _penalties(self, reach: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """ρ KL of the marginals that may be missed, (B,)."""
+        finite = torch.where(reach.isinf(), 0.0, reach)
+        missed = torch.stack([divergence(rows, self._problem.a), divergence(columns, self._problem.b)], -1)
+        return (finite * missed).sum(-1)
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self._cost.shape))
@@ -111,8 +163,11 @@ class Solution:
     def _scalings(self) -> tuple[Tensor, Tensor]:
         """log a + f/ε and log b + g/ε, flat."""
         problem, state = self._problem, self._state
-        epsilon = problem.epsilon.to(state.f.dtype)
-        return scaling(log_weights(problem.a), state.f, epsilon), scaling(log_weights(problem.b), state.g, epsilon)
+        epsilon, sides = problem.epsilon.to(state.f.dtype), ((problem.a, state.f), (problem.b, state.g))
+        if problem.reach is not None:  # mass that can go nowhere is given up
+            sides = tuple((torch.where(part.isinf(), 0.0, weight), part) for weight, part in sides)  # type: ignore[assignment]
+        first, second = (scaling(log_weights(weight), part, epsilon) for weight, part in sides)
+        return first, second
 
     def _marginals(self) -> tuple[Tensor, Tensor]:
         problem, (s, t) = self._problem, self._scalings()
@@ -137,12 +192,35 @@ class Solution:
         out = problem.shaped(torch_ops.apply(x, y, s, t, problem.epsilon, flat, *self._how))
         return problem.restore(out[..., 0] if vector else out)
 
+    def _top(self, k: int, transposed: bool) -> TopK:
+        problem, (s, t) = self._problem, self._scalings()
+        x, y = problem.x, problem.y
+        if transposed:
+            (x, y), s, t = _exchanged(x, y), t, s
+        if isinstance(k, bool) or not isinstance(k, numbers.Integral) or not 1 <= k <= t.shape[-1]:
+            raise ValueError(f"k is {k!r}; accepted is a whole number from 1 to {t.shape[-1]}")
+        index = largest(x, y, t, problem.epsilon, int(k), self._how)
+        cost = torch_ops.chosen(x, y, index, problem.metric, s.dtype)
+        forbidden = cost == torch.inf  # +inf/ε has no derivative by ε
+        scaled = cost.masked_fill(forbidden, 0.0) / problem.epsilon.to(s.dtype)[:, None, None]
+        entries = torch.exp((s[:, :, None] + at(t, index)).masked_fill(forbidden, -torch.inf) - scaled)
+        entries, order = entries.sort(dim=-1, descending=True, stable=True)
+        index = index.gather(-1, order)
+        return TopK(problem.restore(problem.shaped(entries)), problem.restore(problem.shaped(index)))
+
     def _matrix(self) -> Tensor:
         """The kernels' cost as a matrix (B, n, m)."""
         problem = self._problem
         if problem.y is None:
             return problem.x.to(self._state.f.dtype)
         return pairwise(problem.x.to(self._state.f.dtype), problem.y.to(self._state.f.dtype), problem.metric)
+
+
+def divergence(marginal: Tensor, weights: Tensor) -> Tensor:
+    """KL(p | a) = Σ p log(p/a) − Σp + Σa, (B,); p is zero where a is."""
+    there = marginal > 0
+    ratio = torch.where(there, marginal, 1.0) / torch.where(there, weights, 1.0)
+    return (torch.where(there, marginal * ratio.log(), 0.0) - marginal + weights).sum(-1)
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:

@@ -1,18 +1,23 @@
-"""The loop: alternating updates until the column marginal is right, and its exact derivative run backwards."""
+"""The loop: alternating updates until the column marginal is right."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashot_backends.kernels.sinkhorn.operator import Cost, scaling
+from flashot_backends.kernels.sinkhorn.operator import Cost, Sweep
 
 from ... import dispatch
 from ...config import settings
+from . import acceleration
+from .acceleration import STAGE_ITERATIONS, Pace
+from .duals import Duals, stage_of_annealing
 from .problem import log_weights
+from .unbalanced import Penalty, without_the_unreachable
 
 ERROR_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "l1": lambda violation: violation.abs().sum(-1),
@@ -20,9 +25,9 @@ ERROR_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def marginal_error(norm: str, b: Tensor, ratio: Tensor) -> Tensor:
-    """‖Pᵀ1 − b‖, given present over wanted column sums; columns without mass say nothing."""
-    return ERROR_NORMS[norm](torch.where(b > 0, b * (ratio - 1), 0.0))
+def marginal_error(norm: str, b: Tensor, ratio: Tensor, wanted: Tensor | float = 1.0) -> Tensor:
+    """‖Pᵀ1 − b · wanted‖, given present column sums over b; columns without mass say nothing."""
+    return ERROR_NORMS[norm](torch.where(b > 0, b * (ratio - wanted), 0.0))
 
 
 class Request(NamedTuple):
@@ -38,22 +43,54 @@ class Request(NamedTuple):
 
 
 class Control(NamedTuple):
-    """When to stop."""
+    """When to stop, and how to get there."""
 
     max_iterations: int
     tolerance: float
     check_every: int
     norm: str
+    acceleration: str = ""
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether updates are over-relaxed. A tolerance of 0 asks for a number of iterations: "auto" runs them plain."""
+        return self.acceleration in ("overrelaxation", "annealing") or (self.acceleration == "auto" and self.tolerance > 0)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a kernel's own loop may run it: annealing needs another preparation of the costs for every ε."""
+        return self.acceleration != "annealing"
+
+    @property
+    def first_gap(self) -> float:
+        """What over-relaxation starts from; 1 for plain iterations."""
+        return acceleration.first_gap(self.check_every) if self.relaxes else 1.0
+
+    @property
+    def looks(self) -> int:
+        """How often plain iterations are looked at, at most."""
+        return self.slot(self.max_iterations) + 1
+
+    def slot(self, iteration: int) -> int:
+        """The place in the history of a look after this iteration."""
+        return -((1 - iteration) // self.check_every)
 
 
 class State(NamedTuple):
-    """The outcome by batch element: potentials (B, n) and (B, m), iterations, error, and whether it is small."""
+    """The outcome by batch element: potentials (B, n) and (B, m), iterations, error, and whether it is small.
+
+    By batch element and look, (B, looks): the error, NaN where nothing was looked at, and the gap that relaxes the
+    iterations after it, 1 for plain ones. ``stages`` of annealing, (B,), count among the iterations.
+    """
 
     f: Tensor
     g: Tensor
     iterations: Tensor
     error: Tensor
     converged: Tensor
+    errors: Tensor
+    gaps: Tensor
+    stages: Tensor
 
 
 def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, precision: str, backend: str) -> Any:
@@ -70,160 +107,156 @@ def _names(backend: str) -> str | tuple[str, ...] | None:
     return names[0] if names is not None and len(names) == 1 else names
 
 
-def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control) -> State:
+def iterate(
+    operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, penalty: Penalty | None = None
+) -> State:
     """Alternate from the row potentials ``f``: columns, then rows, so that rows are exact at the end.
 
     Elements of the batch that have converged leave it; the others go on.
     """
-    log_a, log_b = log_weights(a), log_weights(b)
-    f = torch.where(a > 0, f, 0.0)
-    out = _blank(operator)
-    active = torch.arange(operator.batch, device=f.device)
-    g = _columns(operator, log_a, f)
-    for iteration in range(1, control.max_iterations + 1):
-        before, (f, after, ratio) = f, operator.sweep(log_a, log_b, g, f)
-        if looks(iteration, control):
-            error = marginal_error(control.norm, b, ratio)
-            stop = error < control.tolerance if iteration < control.max_iterations else torch.ones_like(error) > 0
-            if bool(stop.any()):
-                g_full = _with_massless(operator, log_a, log_b, g, before)
-                _record(out, active[stop], f[stop], g_full[stop], iteration, error[stop], control.tolerance)
-                keep = (~stop).nonzero()[:, 0]
-                if len(keep) == 0:
-                    break
-                operator = operator.select(keep)
-                active, f, after = active[keep], f[keep], after[keep]
-                a, b, log_a, log_b = a[keep], b[keep], log_a[keep], log_b[keep]
-        g = after
-    return out
+    a, b = (a, b) if penalty is None else without_the_unreachable(operator, a, b)
+    duals = Duals(operator, log_weights(a), log_weights(b), penalty)
+    loop = Loop(duals, b, torch.where(a > 0, f, 0.0), control)
+    loop.anneal(_stages(operator, control))
+    while len(loop.active):
+        loop.step()
+    return loop.out
 
 
-def looks(iteration: int, control: Control) -> bool:
-    """Whether to look at the error after this iteration: the first, every ``check_every``-th from it, the last."""
-    return (iteration - 1) % control.check_every == 0 or iteration == control.max_iterations
+def _stages(operator: Any, control: Control) -> Tensor:
+    """How many stages of annealing each problem begins with."""
+    if operator.batch == 0 or control.acceleration != "annealing":
+        return torch.zeros(operator.batch, dtype=torch.int64)
+    return acceleration.stages(acceleration.deviation(operator.cost), operator.exact_epsilon, control.max_iterations)
 
 
-def _columns(operator: Any, log_a: Tensor, f: Tensor) -> Tensor:
-    return operator.T.softmin(scaling(log_a, f, operator.epsilon))
+class Loop:
+    """The iterations of a batch, from look to look."""
+
+    def __init__(self, duals: Duals, b: Tensor, f: Tensor, control: Control):
+        self.duals, self.b, self.f, self.g, self.control = duals, b, f, torch.zeros_like(b), control
+        batch = len(f)
+        self.iteration, self.out = 0, _blank(duals.operator, control)
+        self.active, self.limit = torch.arange(batch), torch.full((batch,), control.max_iterations)
+        self.pace = acceleration.start(batch, control.check_every, control.relaxes, duals.floor())
+
+    def anneal(self, stages: Tensor) -> None:
+        """Start where larger regularisations lead. Their iterations count."""
+        self.limit = self.limit - STAGE_ITERATIONS * stages
+        self.out.stages.copy_(stages)
+        for stage in range(int(stages.max()) if len(stages) else 0, 0, -1):
+            index = (stages >= stage).nonzero()[:, 0].to(self.f.device)
+            f = self.f[index]
+            for _, f in stage_of_annealing(self.duals.select(index), f, stage, torch.ones_like(index, dtype=torch.bool)):
+                pass
+            self.f[index] = f
+
+    def step(self) -> None:
+        """One iteration."""
+        if self.iteration == 0:
+            self.g = self.duals.plain_columns(self.f)
+        self.iteration += 1
+        looked = acceleration.due(self.pace, self.iteration, self.limit)
+        if self.duals.penalty is not None and bool(looked.any()):
+            shift = self.duals.translation(self.f, self.g, looked)
+            self.f, self.g = self.f + shift, self.g - shift
+        before, swept = self.f, self.duals.sweep(self.g, self.f, self._omega(0, looked))
+        self.f, softmin = swept.f, swept.g
+        if bool(looked.any()):
+            softmin = self._look(looked, before, swept)
+        if len(self.active):
+            self.g = self.duals.columns(self.g, softmin, self._omega(1, self._plain_columns()))
+
+    def _plain_columns(self) -> Tensor | None:
+        """Before a translation, columns follow from rows exactly, or else it leaves something of what it is to remove."""
+        translated = self.duals.penalty is not None
+        return acceleration.due(self.pace, self.iteration + 1, self.limit) if translated else None
+
+    def _omega(self, later: int, plain: Tensor | None) -> Tensor | None:
+        """The factors (B, 1) of this iteration's row update (0) or column update (1), 1 in ``plain`` problems.
+
+        None where nothing is relaxed.
+        """
+        if not self.control.relaxes:
+            return None
+        half_step = 2 * (self.iteration - self.pace.last) + later
+        omega = acceleration.omega(self.pace.gap, self.pace.previous, half_step)
+        omega = omega if plain is None else torch.where(plain, 1.0, omega)
+        return omega[:, None].to(self.f.device, self.f.dtype)
+
+    def _look(self, looked: Tensor, before: Tensor, swept: Sweep) -> Tensor:
+        """Find the errors, let go who is done, and return the columns' softmin of the others."""
+        error, softmin = self._error(swept.ratio), swept.g
+        seen = error.double().cpu()
+        done = looked & ((seen < self.control.tolerance) | (self.limit == self.iteration))
+        self._note(self.out.errors, looked, error)
+        if bool(done.any()):
+            self._record(done, before, error)
+            keep = (~done).nonzero()[:, 0]
+            looked, seen, softmin = looked[keep], seen[keep], softmin[keep.to(softmin.device)]
+            self._select(keep)
+        if len(self.active):
+            self._next_cycle(looked, seen)
+        return softmin
+
+    def _error(self, ratio: Tensor) -> Tensor:
+        penalty = self.duals.penalty
+        wanted: Tensor | float = 1.0 if penalty is None else penalty.columns.lost(self.g).exp()
+        return marginal_error(self.control.norm, self.b, ratio, wanted)
+
+    def _note(self, table: Tensor, looked: Tensor, values: Tensor) -> None:
+        """Write what a look found into the history."""
+        where = looked.nonzero()[:, 0]
+        found = values[where.to(values.device)].to(table.device, table.dtype)
+        table[self.active[where].to(table.device), self.control.slot(self.iteration)] = found
+
+    def _record(self, done: Tensor, before: Tensor, error: Tensor) -> None:
+        """Hand over the results of those who are done."""
+        out, where = self.out, done.nonzero()[:, 0]
+        index, place = self.active[where].to(self.f.device), where.to(self.f.device)
+        out.f[index], out.g[index] = self.f[place], with_massless(self.duals, self.g, before)[place]
+        out.iterations[index] = self.iteration + STAGE_ITERATIONS * out.stages[index]
+        out.error[index], out.converged[index] = error[place], error[place] < self.control.tolerance
+
+    def _select(self, keep: Tensor) -> None:
+        """Go on with some problems."""
+        index = keep.to(self.f.device)
+        self.active, self.limit, self.pace = self.active[keep], self.limit[keep], self.pace.select(keep)
+        self.b, self.f, self.g = self.b[index], self.f[index], self.g[index]
+        if len(keep):
+            self.duals = self.duals.select(index)
+
+    def _next_cycle(self, looked: Tensor, seen: Tensor) -> None:
+        """Learn from the errors seen."""
+        if self.control.relaxes:
+            learnt = acceleration.learn(self.pace, seen, self.iteration, self.control.check_every, self.duals.floor())
+        else:
+            learnt = self.pace._replace(last=torch.full_like(self.pace.last, self.iteration))
+        self.pace = Pace(*(torch.where(looked, new, old) for new, old in zip(learnt, self.pace, strict=True)))
+        self._note(self.out.gaps, looked, self.pace.gap)
 
 
-def _with_massless(operator: Any, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor) -> Tensor:
+def with_massless(duals: Duals, g: Tensor, f: Tensor) -> Tensor:
     """Sweeps pass over columns without mass; give them the potential that belongs to ``f``."""
-    massless = log_b == -torch.inf
-    if not bool(massless.any()):
-        return g
-    return torch.where(massless, _columns(operator, log_a, f), g)
+    massless = duals.log_b == -torch.inf
+    return torch.where(massless, duals.plain_columns(f), g) if bool(massless.any()) else g
 
 
-def _blank(operator: Any) -> State:
-    def new(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=operator.device)
+def _blank(operator: Any, control: Control) -> State:
+    def new(*shape: int, dtype: torch.dtype, value: float = 0) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=operator.device)
 
-    batch, real = operator.batch, operator.dtype
+    batch, real, whole = operator.batch, operator.dtype, torch.int64
     return State(
-        new(batch, operator.rows, dtype=real),
-        new(batch, operator.columns, dtype=real),
-        new(batch, dtype=torch.int64),
-        new(batch, dtype=real),
-        new(batch, dtype=torch.bool),
-    )
+        new(batch, operator.rows, dtype=real), new(batch, operator.columns, dtype=real), new(batch, dtype=whole),
+        new(batch, dtype=real), new(batch, dtype=torch.bool), *_history(operator, control), new(batch, dtype=whole),
+    )  # fmt: skip
 
 
-def _record(
-    out: State, index: Tensor, f: Tensor, g: Tensor, iteration: int, error: Tensor, tolerance: float
-) -> None:
-    out.f[index], out.g[index] = f, g
-    out.iterations[index] = iteration
-    out.error[index], out.converged[index] = error, error < tolerance
-
-
-class Gradients(NamedTuple):
-    """Gradients by the cost's tensors (None where not asked for), the weights, ε (or None) and the starting point."""
-
-    cost: tuple[Tensor, ...] | None
-    a: Tensor
-    b: Tensor
-    epsilon: Tensor | None
-    f: Tensor
-
-
-def iterate_gradient(
-    operator: Any, a: Tensor, b: Tensor, f: Tensor, iterations: Tensor, grad_f: Tensor, grad_g: Tensor,
-    need_cost: bool, need_epsilon: bool,
-) -> Gradients:
-    """Vector-Jacobian product of ``iterate``: run it again keeping its potentials, then walk back through them.
-
-    The loop is unrolled over its potentials, O((n + m) · iterations) numbers, never over pairs. Each half step back is
-    the vector-Jacobian product of one softmin.
-    """
-    log_a, log_b = log_weights(a), log_weights(b)
-    f = torch.where(a > 0, f, 0.0)
-    fs, gs = _history(operator, log_a, log_b, f, int(iterations.max()))
-    walk = _Walk(operator, log_a, log_b, need_cost, need_epsilon)
-    adjoint_f = torch.zeros_like(f)
-    for k in range(len(gs), 0, -1):
-        ends_here = (iterations == k)[:, None]
-        adjoint_f = adjoint_f + torch.where(ends_here, grad_f, 0.0)
-        adjoint_g = torch.where(ends_here, grad_g, 0.0)
-        adjoint_g = adjoint_g + walk.row_update(gs[k - 1], fs[k], adjoint_f)
-        adjoint_f = walk.column_update(fs[k - 1], gs[k - 1], adjoint_g)
-    by_a, by_b = (torch.where(w > 0, log / w, 0.0) for w, log in ((a, walk.by_log_a), (b, walk.by_log_b)))
-    return Gradients(walk.cost, by_a, by_b, walk.by_epsilon, adjoint_f)
-
-
-def _history(operator: Any, log_a: Tensor, log_b: Tensor, f: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Row potentials f_0 … f_K and column potentials g_1 … g_K of the loop, massless columns included."""
-    fs, gs = [f], [_columns(operator, log_a, f)]
-    for k in range(count):
-        f, after, _ = operator.sweep(log_a, log_b, gs[k], fs[k])
-        fs.append(f)
-        if k + 1 < count:
-            gs.append(after)
-    if bool((log_b == -torch.inf).any()):
-        gs = [_with_massless(operator, log_a, log_b, g, before) for g, before in zip(gs, fs, strict=False)]
-    return fs, gs
-
-
-class _Walk:
-    """Sums up the gradients of the half steps that are passed on the way back."""
-
-    def __init__(self, operator: Any, log_a: Tensor, log_b: Tensor, need_cost: bool, need_epsilon: bool):
-        self.rows, self.columns, self.epsilon = operator, operator.T, operator.epsilon
-        self.log_a, self.log_b = log_a, log_b
-        self.need_cost, self.need_epsilon = need_cost, need_epsilon
-        self.cost: tuple[Tensor, ...] | None = None
-        self.by_log_a, self.by_log_b = torch.zeros_like(log_a), torch.zeros_like(log_b)
-        self.by_epsilon = torch.zeros_like(self.epsilon) if need_epsilon else None
-
-    def row_update(self, g: Tensor, f: Tensor, grad: Tensor) -> Tensor:
-        """Pass f = softmin(log b + g/ε); return the gradient by g."""
-        cost, by_h = self._pass(self.rows, self.log_b, g, f, grad)
-        self.by_log_b += by_h
-        self._add(cost)
-        return by_h / self.epsilon[:, None]
-
-    def column_update(self, f: Tensor, g: Tensor, grad: Tensor) -> Tensor:
-        """Pass g = softmin(log a + f/ε) along columns; return the gradient by f."""
-        cost, by_h = self._pass(self.columns, self.log_a, f, g, grad)
-        self.by_log_a += by_h
-        self._add(cost and _transposed(cost))
-        return by_h / self.epsilon[:, None]
-
-    def _pass(self, operator: Any, log_weight: Tensor, potential: Tensor, out: Tensor, grad: Tensor) -> Any:
-        h = scaling(log_weight, potential, self.epsilon)
-        cost, by_h, by_epsilon = softmin_gradient(operator, h, out, grad, self.need_cost, self.need_epsilon)
-        if self.by_epsilon is not None:
-            product = torch.where(by_h == 0, 0.0, by_h * potential)
-            self.by_epsilon += by_epsilon - product.sum(-1) / self.epsilon**2
-        return cost, by_h
-
-    def _add(self, cost: tuple[Tensor, ...] | None) -> None:
-        if cost is None:
-            return
-        if self.cost is None:
-            self.cost = tuple(torch.zeros_like(part) for part in cost)
-        for total, part in zip(self.cost, cost, strict=True):
-            total += part
+def _history(operator: Any, control: Control) -> tuple[Tensor, Tensor]:
+    """The tables of errors and of gaps, before anything was looked at."""
+    shape, table = (operator.batch, control.looks), operator.epsilon.new_full
+    return table(shape, math.nan), table(shape, 1.0)
 
 
 def softmin_gradient(
@@ -234,7 +267,3 @@ def softmin_gradient(
     out, grad = torch.where(nowhere, 0.0, out), torch.where(nowhere, 0.0, grad)
     cost, by_h, by_epsilon = operator.softmin_gradient(h, out, grad, need_cost, need_epsilon)
     return cost, torch.where(h == -torch.inf, 0.0, by_h), by_epsilon
-
-
-def _transposed(cost: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (cost[0].transpose(-1, -2),) if len(cost) == 1 else (cost[1], cost[0])
