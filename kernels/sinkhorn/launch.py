@@ -115,22 +115,67 @@ def launch(
     declared types; ``variant`` tells whatever else the compiled code depends on: dtypes, and pointers that may not be
     aligned.
     """
-    if programs == 0:
-        return
-    key = (kernel, torch.cuda.current_device() if not INTERPRETED else None, constants, options, variant)
-    started = _started.get(key)
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append((kernel, args, constants, options))
-        return
-    if started is None:
-        started = kernel[(programs,)](*args, *constants, **dict(options))
-        if not INTERPRETED and _thin():
-            _started[key] = started
-        return
-    stream = torch._C._cuda_getCurrentRawStream(key[1])
-    metadata = started.packed_metadata
-    started.run(programs, 1, 1, stream, started.function, metadata, None, None, None, *args, *constants)
+    Launch(kernel, programs, args, constants, options, variant)()
+
+
+class Launch:
+    """A launch that may be repeated with another number (``at``: its place among the arguments)."""
+
+    __slots__ = ("args", "at", "constants", "kernel", "key", "options", "programs", "ready", "start")
+
+    def __init__(
+        self, kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], options: Any,
+        variant: Any = None, at: int = -1,
+    ):
+        self.kernel, self.programs, self.args, self.constants, self.options = kernel, programs, args, constants, options
+        self.key = (id(kernel), -1 if INTERPRETED else torch._C._cuda_getDevice(), constants, options, variant)
+        self.at, self.start, self.ready = at, None, None
+
+    def __call__(self, number: int | None = None) -> None:
+        """Start it."""
+        if self.programs == 0:
+            return
+        if self.start is None and not self._look_up():
+            self._start_first(number)
+            return
+        if number is not None:
+            self.ready[self.at] = number  # type: ignore[index]
+        self.start(*self.ready)  # type: ignore[misc]
+
+    def _look_up(self) -> bool:
+        """Find what was compiled before, and lay its arguments out: pointers as numbers, which nothing looks into."""
+        started = None if _recorded.get() is not None else _started.get(self.key)
+        if started is None:
+            return False
+        pointers = [arg if isinstance(arg, int | float) else arg.data_ptr() for arg in self.args]
+        stream = torch._C._cuda_getCurrentRawStream(self.key[1])
+        head = (self.programs, 1, 1, stream, *started.head)
+        self.ready = [*head, *pointers, *self.constants]
+        self.start, self.at = started.start, self.at + len(head)
+        return True
+
+    def _start_first(self, number: int | None) -> None:
+        args = self.args if number is None else (*self.args[: self.at], number, *self.args[self.at + 1 :])
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append((self.kernel, args, self.constants, self.options))
+            return
+        compiled = self.kernel[(self.programs,)](*args, *self.constants, **dict(self.options))
+        if not INTERPRETED and _thin(compiled):
+            _started[self.key] = _Started(compiled)
+
+
+class _Started:
+    """A compiled kernel's launcher, and what goes between the grid and its arguments."""
+
+    __slots__ = ("head", "start")
+
+    def __init__(self, compiled: Any):
+        run, kinds = compiled.run, ()
+        self.start = run
+        if _version() == (3, 6):  # its Python half only looks for scratch space, and ``_thin`` knows there is none
+            self.start, kinds = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self.head = (compiled.function, *kinds, compiled.packed_metadata, None, None, None)
 
 
 def compile_together(work: Callable[[], Any]) -> None:
@@ -157,12 +202,16 @@ def compile_together(work: Callable[[], Any]) -> None:
         list(pool.map(build, distinct.items()))
 
 
+def _thin(compiled: Any) -> bool:
+    """Whether this Triton's launcher is the one that ``Launch`` knows, and no profiler wants to see launches."""
+    if os.environ.get("FLASHOT_PLAIN_LAUNCH") or not (3, 4) <= _version() <= (3, 6):
+        return False
+    run = compiled.run
+    return not (getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0))
+
+
 @functools.cache
-def _thin() -> bool:
-    """Whether this Triton's launcher is the one that ``launch`` knows, and no profiler wants to see launches."""
+def _version() -> tuple[int, ...]:
     import triton
 
-    knobs = getattr(triton, "knobs", None)
-    if knobs is None or tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
-        return False
-    return not os.environ.get("FLASHOT_PLAIN_LAUNCH")
+    return tuple(map(int, triton.__version__.split(".")[:2]))

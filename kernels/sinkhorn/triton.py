@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import blocks
-from .launch import INTERPRETED, compile_together, launch, launch_shape, processors, splits_for
+from .launch import INTERPRETED, Launch, compile_together, launch, launch_shape, processors, splits_for
 from .operator import Cost, Operator, Weighted
 
 LOG2E = math.log2(math.e)
@@ -42,7 +42,8 @@ class Tile(NamedTuple):
     resident: int
 
 
-TILE = Tile(64, 128, 4, 4)
+# For few, some and many tiles: small ones share the work, large ones leave less to exchange.
+TILES = (Tile(64, 64, 4, 4), Tile(32, 128, 4, 4), Tile(128, 64, 4, 4))
 REGISTERS = 128  # a thread may use where as many programs as promised above must be resident
 FEW_TILES, MOST_TILES = 8, 32  # along one side of a problem
 HIGHEST_POWER = 2  # of the cost that the kernel of products knows
@@ -163,7 +164,7 @@ class Fused(Operator):
             torch.sub(h * LOG2E, norm, out=bias[:, : columns.length])
             u, rest = self.new(2, self.batch, rows.blocks * PAD)
             none = self.zeros(self.batch)
-            update(bias, u, u.zero_(), u, rest, rest, none, rest, none)
+            update.bind(bias, u, u.zero_(), u, rest, rest, none, rest, none)()
             inner = u[:, : rows.length]
             inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
             return inner * (self.exact_epsilon * math.log(2)).float()[:, None]
@@ -345,23 +346,24 @@ class Update:
         limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
         self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
 
-    def __call__(
+    def bind(
         self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
-        done: Tensor, gaps: Tensor, cycles: Tensor, when: tuple[int, int, int] = (0, 0, 0), first: bool = True,
-    ) -> None:
-        """Update from the columns' bias; ``first`` where there is no previous potential to start from.
+        done: Tensor, gaps: Tensor, cycles: Tensor, most: int = 0, column: int = 0, first: bool = True,
+    ) -> Launch:
+        """The launch of an update from the columns' bias, to be called with the iteration.
 
-        ``when``: the iteration, the last one, and 1 for columns.
+        ``first`` where there is no previous potential to start from; ``column`` is 1 for columns.
         """
         from .triton_kernels import update
 
         rows, columns, slopes = self.prepared.rows, self.prepared.columns, self.prepared.slopes
-        args = (
+        tensors = (
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
-            self.parts, self.counters, done, slopes, gaps, cycles, *when, *self.sizes,
+            self.parts, self.counters, done, slopes, gaps, cycles,
         )  # fmt: skip
-        launch(update, self.programs * self.op.batch, args, (*self.constants, first), self.options,
-        self.prepared.variant)
+        args, programs = (*tensors, 0, most, column, *self.sizes), self.programs * self.op.batch
+        constants, variant = (*self.constants, first), self.prepared.variant
+        return Launch(update, programs, args, constants, self.options, variant, at=len(tensors))
 
 
 class Control(NamedTuple):
@@ -390,8 +392,8 @@ class Strips:
     FEWEST = 16  # rows for each multiprocessor
 
     def __init__(self, op: Fused):
-        self.op, prepared = op, op.prepared
-        rows, columns = prepared.rows, prepared.columns
+        self.op, self.prepared = op, op.prepared
+        prepared, rows, columns = op.prepared, op.prepared.rows, op.prepared.columns
         length = columns.length
         self.first = max(512, 1 << (length.bit_length() - 1))
         self.second = max(512, 1 << (max(1, length - self.first) - 1).bit_length())
@@ -410,33 +412,41 @@ class Strips:
         prepared = op.prepared
         if prepared.kind == DOT or (prepared.kind == MATRIX and _alignment(prepared)[0] != 2):
             return False
-        return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= cls.FEWEST * processors(op.device)
+        enough = cls.FEWEST * processors(op.device)
+        return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= enough
 
-    def __call__(self, loop: Loop, before: Tensor, after: Tensor, iteration: int) -> None:
-        """Update rows, then columns; those without mass only where the next iteration may be the last."""
+    def bind(self, loop: Loop, before: Tensor, after: Tensor) -> Callable[[int], None]:
+        """Launches that update rows, then columns from ``before`` to ``after``, to be called with the iteration."""
         from .triton_kernels import gather, strip
 
-        op, prepared = self.op, self.op.prepared
+        op, prepared, most = self.op, self.prepared, loop.control.max_iterations
         rows, columns = prepared.rows, prepared.columns
-        when = (iteration, loop.control.max_iterations)
-        args: tuple[Any, ...] = (
+        tensors = (
             rows.first, columns.first, loop.column_bias, loop.u, loop.log_a, loop.u, loop.row_bias, self.parts,
-            loop.done, prepared.slopes, loop.gaps, loop.cycles, *when, self.programs, rows.length, self.length,
-            rows.blocks, columns.blocks, self.batch_stride, self.stride,
+            loop.done, prepared.slopes, loop.gaps, loop.cycles,
         )  # fmt: skip
+        sizes = (self.programs, rows.length, self.length, rows.blocks, columns.blocks, self.batch_stride, self.stride)
         limit = () if INTERPRETED else (("maxnreg", REGISTERS),)
         options = (("num_warps", self.warps), ("num_stages", 1), *limit)
         constants = (*op.constants[:2], self.align)
-        shape = (self.rows, self.first, self.second)
-        launch(strip, self.programs * op.batch, args, (*constants, *shape), options, prepared.variant)
-        blocks_of_columns = -(-columns.length // 32)
-        args = (
-            rows.first, columns.first, self.parts, loop.row_bias, before, loop.log_b, after, loop.column_bias,
-            loop.ratio, loop.done, prepared.slopes, loop.gaps, loop.cycles, *when, blocks_of_columns, columns.length,
-            rows.length, self.programs, columns.blocks, rows.blocks, int(loop.control.looked_at(iteration + 1)),
-            self.batch_stride, self.stride,
+        first = Launch(
+            strip, self.programs * op.batch, (*tensors, 0, most, *sizes),
+            (*constants, self.rows, self.first, self.second), options, prepared.variant, at=len(tensors),
         )  # fmt: skip
-        launch(gather, blocks_of_columns * op.batch, args, (*constants, 32, 64), PRODUCT_OPTIONS, prepared.variant)
+        blocks_of_columns = -(-columns.length // 32)
+        tensors = (
+            rows.first, columns.first, self.parts, loop.row_bias, before, loop.log_b, after, loop.column_bias,
+            loop.ratio, loop.done, prepared.slopes, loop.gaps, loop.cycles,
+        )  # fmt: skip
+        sizes = (
+            blocks_of_columns, columns.length, rows.length, self.programs, columns.blocks, rows.blocks,
+            loop.control.check_every, self.batch_stride, self.stride,
+        )  # fmt: skip
+        then = Launch(
+            gather, blocks_of_columns * op.batch, (*tensors, 0, most, *sizes), (*constants, 32, 64), PRODUCT_OPTIONS,
+            prepared.variant, at=len(tensors),
+        )  # fmt: skip
+        return _in_turn(first, then)
 
 
 class Loop:
@@ -488,41 +498,49 @@ class Loop:
 
     def alternate(self, inspect: Callable[[dict[str, float]], None]) -> None:
         """Two launches an iteration, until all problems are done; the host looks one check behind the card."""
-        most, rows, columns, polled = self.control.max_iterations, Update(self.op), Update(self.op.T), None
-        state = (self.done, self.gaps, self.cycles)
-        columns(self.row_bias, self.v[1], self.log_b, self.v[1], self.column_bias, self.ratio, *state)
+        control, polled = self.control, None
+        first, steps = self._steps()
+        first(0)
         # The first potentials have met every cost: NaN and −inf show in them, without another pass over a matrix.
         lowest = self.v[1][:, : self.prepared.columns.length].amin() if self.prepared.kind == MATRIX else None
-        report = self.report(inspect, lowest)
-        strips = Strips(self.op) if Strips.fit(self.op) else None
-        for k in range(1, most + 1):
-            before, after = self.v[k % 2], self.v[(k + 1) % 2]
-            if strips is not None and k > 1:
-                strips(self, before, after, k)
-            else:
-                ends = (self.log_a, self.u, self.row_bias, self.rest)
-                rows(self.column_bias, self.u, *ends, *state, (k, most, 0), k == 1)
-                ends = (self.log_b, after, self.column_bias, self.ratio)
-                columns(self.row_bias, before, *ends, *state, (k, most, 1), False)
+        report, check = self.report(inspect, lowest), self._check()
+        for k in range(1, control.max_iterations + 1):
+            steps[min(k, 2 + k % 2)](k)
             if k == 1:
                 report()
-            if self.control.looked_at(k):
-                self._check(k)
+            if control.looked_at(k):
+                check(k)
                 if polled is not None and polled():
                     break
-                polled = self._poll() if self.control.tolerance > 0 else None
+                polled = self._poll() if control.tolerance > 0 else None
         self.parity = True
 
-    def _check(self, iteration: int) -> None:
+    def _steps(self) -> tuple[Launch, tuple[Any, ...]]:
+        """The first column update; and what iteration 1, even and odd ones launch, as a tuple with places 1, 2, 3."""
+        rows, columns, most = Update(self.op), Update(self.op.T), self.control.max_iterations
+        state, v = (self.done, self.gaps, self.cycles), self.v
+        ends = (self.column_bias, self.ratio, *state)
+        begin = columns.bind(self.row_bias, v[1], self.log_b, v[1], *ends)
+        to_rows = (self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, *state, most)
+        forth, back = (columns.bind(self.row_bias, v[i], self.log_b, v[1 - i], *ends, most, 1, False) for i in (1, 0))
+        first = _in_turn(rows.bind(*to_rows), forth)
+        if Strips.fit(self.op):
+            strips = Strips(self.op)
+            return begin, (None, first, strips.bind(self, v[0], v[1]), strips.bind(self, v[1], v[0]))
+        again = rows.bind(*to_rows, 0, False)
+        return begin, (None, first, _in_turn(again, back), _in_turn(again, forth))
+
+    def _check(self) -> Launch:
         from .triton_kernels import check
 
         columns, control = self.prepared.columns, self.control
-        args = (
-            self.ratio, self.b, self.done, self.iterations, self.error, self.gaps, self.cycles, self.errors, iteration,
-            control.max_iterations, control.check_every, control.looks, self.op.batch, control.tolerance,
+        tensors = (self.ratio, self.b, self.done, self.iterations, self.error, self.gaps, self.cycles, self.errors)
+        numbers = (
+            0, control.max_iterations, control.check_every, control.looks, self.op.batch, control.tolerance,
             columns.length, columns.blocks, self.b.stride(0), control.squared,
         )  # fmt: skip
-        launch(check, self.op.batch, args, (1024,), (("num_warps", 4),), self.b.data_ptr() % 16)
+        variant, options = self.b.data_ptr() % 16, (("num_warps", 4),)
+        return Launch(check, self.op.batch, (*tensors, *numbers), (1024,), options, variant, at=len(tensors))
 
     def _poll(self) -> Callable[[], bool] | None:
         """Ask whether all are done, to be answered later."""
@@ -584,15 +602,31 @@ class Loop:
         return f, g, iterations, self.error, converged, *self.errors.unbind()
 
 
+def _in_turn(first: Launch, then: Launch) -> Callable[[int], None]:
+    """Two launches, one after the other, of the same iteration."""
+
+    def both(iteration: int) -> None:
+        first(iteration)
+        then(iteration)
+
+    return both
+
+
 def fitting_tile(op: Fused, max_iterations: int) -> Tile | None:
-    """The tile with which every score of the batch lies in some register at the same time, or None."""
-    along = -(-op.rows // TILE.rows), -(-op.columns // TILE.columns)
-    if 3 * math.prod(along) * max_iterations >= 1 << 31:
-        return None  # programs count their meetings in 32 bits
-    if op.device.type != "cuda":
-        return TILE if along == (1, 1) else None  # the interpreter runs one program after another: none may wait
-    slots = processors(op.device) * TILE.resident
-    return TILE if max(along) <= MOST_TILES and op.batch * math.prod(along) <= slots else None
+    """The tile with which every score of the batch lies in some register at the same time, or None.
+
+    The first that takes no more than half of a processor's places, or else the last.
+    """
+    if op.device.type != "cuda":  # the interpreter runs one program after another: none may wait
+        return TILES[0] if op.rows <= TILES[0].rows and op.columns <= TILES[0].columns else None
+    for tile in TILES:
+        along = -(-op.rows // tile.rows), -(-op.columns // tile.columns)
+        count, slots = op.batch * math.prod(along), processors(op.device) * tile.resident
+        if tile is not TILES[-1]:
+            slots //= 8 if tile is TILES[0] else 2
+        if max(along) <= MOST_TILES and count <= slots and 3 * math.prod(along) * max_iterations < 1 << 31:
+            return tile  # programs count their meetings in 32 bits
+    return None
 
 
 def to_host(found: Tensor) -> tuple[Tensor, Any]:

@@ -67,12 +67,13 @@ def is_look(iteration, cycle, last, most):
 def relaxation(gap, cycle, last, iteration, most, column):
     """The factor of one half step, of rows (``column`` 0) or of the columns after them (1): ω of ``acceleration.py``.
 
-    A gap of 1 makes every factor 1. The row update that is looked at is plain.
+    A gap of 1 makes every factor 1. The row update that is looked at is plain; the column update after it goes by the
+    gap from before the look.
     """
     look = is_look(iteration, cycle, last, most)
     steps = 2 * (iteration - tl.where(look, iteration, last)) + column
     q = (1.0 - gap) / (1.0 + gap)
-    power = tl.exp2(steps.to(tl.float32) * tl.log2(tl.maximum(q, 1e-30)))
+    power = tl.exp2(steps * tl.log2(tl.maximum(q, 1e-30)))
     factor = (1.0 + q) * (1.0 + power) / (1.0 + power * q)
     return tl.where((steps == 0) | (gap >= 1.0), 1.0, factor)
 
@@ -91,7 +92,7 @@ def relaxed(before, target, factor, log_weight):
 
 
 @triton.jit
-def next_gap(gap, cycle, before, error, check_every):
+def next_gap(gap, cycle, before, error, iteration, check_every):
     """The gap and the cycle that follow from the error at a look and the one before: ``acceleration.py`` says how.
 
     In logarithms, since Chebyshev polynomials outgrow float32.
@@ -101,8 +102,8 @@ def next_gap(gap, cycle, before, error, check_every):
     slower = (bound + tl.log(1.0 + tl.sqrt(tl.maximum(1.0 - tl.exp(-2.0 * bound), 0.0)))) / twice
     slower = 0.5 * (tl.exp(slower) - tl.exp(-slower))
     slower = tl.sqrt(tl.maximum(gap * gap - (1.0 - gap * gap) * slower * slower, 0.0))
-    following = tl.where(bound > 0.0, slower, tl.minimum(1.0 - 1e-6, 1.14 * gap))
-    longer = (following < least_gap(cycle)) & (2 * cycle <= tl.maximum(check_every, 32))
+    following = tl.where(bound > 0.0, slower, tl.minimum(1.0 - 1e-6, 1.4 * gap))
+    longer = (following < least_gap(cycle)) & (2 * cycle <= tl.minimum(tl.maximum(check_every, 32), iteration // 2))
     enough = log_cosh(0.5 * twice * inverse_tangent(tl.minimum(following, 1.0 - 1e-6))) > 2.302585092994046  # log 10
     shorter = (cycle > check_every) & enough
     other = tl.where(longer, 2 * cycle, tl.where(shorter, cycle // 2, cycle))
@@ -131,12 +132,10 @@ def least_gap(cycle):
 
 @kernel
 def prepare(
-    x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags,
-    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32,
-    width: tl.int32, again: tl.int32,
-    batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64,
-    batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64, stride_epsilon: tl.int64,
-    KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags, programs: tl.int32, n: tl.int32, m: tl.int32,
+    blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32, width: tl.int32, again: tl.int32, batch_x: tl.int64,
+    stride_x: tl.int64, stride_dx: tl.int64, batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64,
+    stride_epsilon: tl.int64, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Centre and scale the points of both sides: to two float16 arrays (B, padded, width) and |x'|²/2 (DOT), or to
     float32
@@ -207,9 +206,9 @@ def prepare(
 @kernel
 def start(
     a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles, errors,
-    gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64, stride_epsilon: tl.int64,
-    NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32, n: tl.int32,
+    m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64,
+    stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The loop's starting state: log₂ of the weights, row biases from f, empty column biases.
 
@@ -220,11 +219,11 @@ def start(
         tl.store(seen + 4 + 2 * batch + b, tl.load(epsilon + b * stride_epsilon).to(tl.float64))
         tl.store(gaps + 2 * b, gap)
         tl.store(cycles + 2 * b, check_every)
-        nothing = tl.full([BLOCK], float("nan"), tl.float32)
+        blank = tl.full([BLOCK], 1.0, tl.float32)
         for first in range(0, looks, BLOCK):
             which = first + tl.arange(0, BLOCK)
-            tl.store(errors + b * looks + which, nothing, mask=which < looks)
-            tl.store(errors + (batch + b) * looks + which, nothing, mask=which < looks)
+            tl.store(errors + b * looks + which, blank * float("nan"), mask=which < looks)
+            tl.store(errors + (batch + b) * looks + which, blank, mask=which < looks)
         if b == 0:
             tl.store(seen, tl.load(flags).to(tl.float64))
             tl.store(seen + 1, tl.load(flags + 1).to(tl.float64))
@@ -254,9 +253,8 @@ def start(
 
 @kernel
 def finish(
-    u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged,
-    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64,
-    stride_epsilon: tl.int64,
+    u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged, programs: tl.int32,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64, stride_epsilon: tl.int64,
     tolerance: tl.float32, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations."""
@@ -485,12 +483,11 @@ def merge(top, total, other_top, other_total):
 @kernel
 def update(
     q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes, gaps, cycles,
-    iteration: tl.int32, most: tl.int32, column: tl.int32,
-    programs: tl.int32, n: tl.int32, m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32,
-    blocks_k: tl.int32,
-    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
+    iteration: tl.int32, most: tl.int32, column: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32,
+    splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, chunks: tl.int32, batch: tl.int64,
+    stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, FIRST: tl.constexpr,
 ):
     """One update of every row potential, the columns split over programs; the last program of a block of rows
     merges."""
@@ -595,15 +592,15 @@ def strip_costs(q1, rows, cols, step, m, KIND: tl.constexpr):
 @kernel
 def strip(
     q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, iteration: tl.int32,
-    most: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch: tl.int64,
-    stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    most: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # of a matrix, batch, stride and m are counted in ALIGN
     """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
 
-    A program takes some whole rows, one strip after the other, and keeps a row's exponentials e_j until their sum s is
-    known; a row of weight a and potential u adds a e_j 2^u to the columns. A matrix is read once; while a strip is worked on, the next
-    one is on its way. Columns come in two parts, so that few lanes idle whatever their number.
+    A program takes some whole rows, one strip after the other, and keeps a row's exponentials e_j until their sum is
+    known; a row of weight a and potential u adds a e_j 2^u to the columns. A matrix is read once; while a strip is
+    worked on, the next one is on its way. Columns come in two parts, so that few lanes idle whatever their number.
     """
     b, program = place(programs)
     if tl.load(done + b) != 0:
@@ -681,15 +678,15 @@ def strip(
 
 @kernel
 def gather(
-    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles,
-    iteration: tl.int32, most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32, blocks_q: tl.int32,
-    every_column: tl.int32, batch: tl.int64, stride: tl.int64,
-    KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles, iteration: tl.int32,
+    most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32,
+    blocks_q: tl.int32, check_every: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """The column updates, from what ``strip`` left: v'_j = v_j + log₂ b_j − log₂ Σ shares.
 
-    Shares say nothing of a column without mass; where its potential is wanted (``every_column``), and where shares have
-    left the range of numbers, the column is read again.
+    Shares say nothing of a column without mass; where its potential is wanted, since the next iteration may be the
+    last, and where shares have left the range of numbers, the column is read again.
     """
     b, block = place(programs)
     if tl.load(done + b) != 0:
@@ -707,7 +704,9 @@ def gather(
     before = tl.load(v_in + at, mask=cols < m, other=0.0)
     massive = weight > float("-inf")
     relative_total = tl.where(massive, total / tl.exp2(weight), 1.0)
-    sound = (relative_total > TINY) & (relative_total < HUGE) & (massive | (every_column == 0))
+    sound = (relative_total > TINY) & (relative_total < HUGE)
+    if (iteration % check_every == 0) | (iteration + 1 == most):
+        sound = sound & massive
     after = tl.where(massive, before - tl.log2(relative_total), before)
     if tl.min(tl.where(cols < m, sound.to(tl.int32), 1), 0) == 0:
         slope = tl.load(slopes + b)
@@ -728,13 +727,11 @@ def gather(
 
 @kernel
 def product(
-    q1, q2, k1, k2, bias, norm_q, norm_k, values, weights, top_out, total_out, out, slopes,
-    programs: tl.int32, n: tl.int32, m: tl.int32, width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    batch_values: tl.int64,
-    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-    POWER: tl.constexpr,
+    q1, q2, k1, k2, bias, norm_q, norm_k, values, weights, top_out, total_out, out, slopes, programs: tl.int32,
+    n: tl.int32, m: tl.int32, width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_values: tl.int64,
+    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
+    CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, POWER: tl.constexpr,
 ):
     """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER w_j (V_j, 1) around each row's own maximum: (B, n, k), (B, n), and
     top (B, n).
@@ -798,9 +795,9 @@ def product(
 
 @kernel
 def check(
-    ratio, weight, done, iterations, error, gaps, cycles, errors, iteration: tl.int32, most: tl.int32,
-    check_every: tl.int32, looks: tl.int32, batch: tl.int32, tolerance: tl.float32, m: tl.int32, blocks_k: tl.int32,
-    batch_weight: tl.int64, squared: tl.int32, BLOCK: tl.constexpr,
+    ratio, weight, done, iterations, error, gaps, cycles, errors, iteration: tl.int32,
+    most: tl.int32, check_every: tl.int32, looks: tl.int32, batch: tl.int32, tolerance: tl.float32, m: tl.int32,
+    blocks_k: tl.int32, batch_weight: tl.int64, squared: tl.int32, BLOCK: tl.constexpr,
 ):
     """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop.
 
@@ -828,7 +825,7 @@ def check(
         tl.store(done + b, 1)
     gap = tl.load(gaps + 2 * b)
     if gap < 1.0:
-        gap, cycle = next_gap(gap, cycle, tl.load(gaps + 2 * b + 1), found, check_every)
+        gap, cycle = next_gap(gap, cycle, tl.load(gaps + 2 * b + 1), found, iteration, check_every)
         tl.store(gaps + 2 * b, gap)
         tl.store(cycles + 2 * b, cycle)
     tl.store(gaps + 2 * b + 1, found)
@@ -854,6 +851,26 @@ def log_sum(t, AXIS: tl.constexpr):
 def relative(found, potential):
     """A sum relative to the previous potential; nothing stays nothing, where a potential is infinite."""
     return tl.where(found == float("-inf"), found, found + potential)
+
+
+@triton.jit
+def own_sum(scores, bias, potential, inside, AXIS: tl.constexpr):
+    """log₂ Σ 2^(scores + bias) along an axis of one tile, relative to the previous potential.
+
+    Around that potential; where a sum leaves the range of numbers, all around their own maxima.
+    """
+    if AXIS == 1:
+        total = tl.sum(tl.exp2(scores + (bias[None, :] + potential[:, None])), 1)
+    else:
+        total = tl.sum(tl.exp2(scores + (bias[:, None] + potential[None, :])), 0)
+    found = tl.log2(total)
+    sound = (total > TINY) & (total < HUGE)
+    if tl.min(tl.where(inside, sound.to(tl.int32), 1), 0) == 0:
+        if AXIS == 1:
+            found = relative(log_sum(scores + bias[None, :], 1), potential)
+        else:
+            found = relative(log_sum(scores + bias[:, None], 0), potential)
+    return found
 
 
 @triton.jit
@@ -893,12 +910,12 @@ def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.con
 @kernel
 def resident(
     q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts,
-    error_parts, counters, slopes, gaps, errors, looks: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32, tiles_q: tl.int32, tiles_k: tl.int32,
-    max_iterations: tl.int32,
-    check_every: tl.int32, tolerance: tl.float32, blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64,
-    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, squared: tl.int32,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr,
+    error_parts, counters, slopes, gaps, errors, looks: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32,
+    tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32, check_every: tl.int32, tolerance: tl.float32,
+    blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64, chunks: tl.int32, batch: tl.int64,
+    stride_q: tl.int64, stride_k: tl.int64, squared: tl.int32, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to
     the last.
@@ -936,13 +953,13 @@ def resident(
     while going == 1:
         iteration += 1
         bias = tl.where(c == float("-inf"), c, c + v)
-        change = relative(log_sum(scores + bias[None, :], 1), u)
+        change = own_sum(scores, bias, u, rows < n, 1)
         met += group
         change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, counter, met, COUNT)
         u = relaxed(u, moved(u, change), relaxation(gap, cycle, looked, iteration, max_iterations, 0), a)
         bias_q = tl.where(a == float("-inf"), a, a + u)
         met += group
-        own = relative(log_sum(scores + bias_q[:, None], 0), v)
+        own = own_sum(scores, bias_q, v, cols < m, 0)
         change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
         factor = relaxation(gap, cycle, looked, iteration, max_iterations, 1)
         if is_look(iteration, cycle, looked, max_iterations):
@@ -961,7 +978,7 @@ def resident(
             if (found < tolerance) | (iteration == max_iterations):
                 going = 0
             if gap < 1.0:
-                gap, cycle = next_gap(gap, cycle, before, found, check_every)
+                gap, cycle = next_gap(gap, cycle, before, found, iteration, check_every)
             looked = iteration
             if tile == 0:
                 slot = (iteration + check_every - 2) // check_every

@@ -62,11 +62,13 @@ def record(monkeypatch, card, cost, batch=1, precision="high"):
     """The launches of a solve on that card, resident if the problem is small enough."""
     seen = {}
 
-    def note(kernel, grid, args, constants, options, variant=None):
+    def note(kernel, programs, args, constants, options, variant=None, at=-1):
         found = Launch(kernel, args, constants, options)
         seen[found.key] = found
+        return lambda number: None
 
     monkeypatch.setattr(triton, "launch", note)
+    monkeypatch.setattr(triton, "Launch", note)
     monkeypatch.setattr(launch, "card_class", lambda device: card)
     operator = triton.Fused(cost, torch.ones(batch, dtype=torch.float64), precision)
     n, m = operator.rows, operator.columns
@@ -136,22 +138,38 @@ def test_updates_of_the_table(monkeypatch, tmp_path, card, rows, kind):
         check(one, tmp_path, stack=2 * SPILLED if one.constants["FIRST"] else SPILLED)
 
 
+tiles = pytest.mark.parametrize("tile", triton.TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+
+
+@tiles
 @pytest.mark.parametrize("kind", ["rows", 3, 64])
-def test_resident(monkeypatch, tmp_path, kind):
+def test_resident(monkeypatch, tmp_path, kind, tile):
     """As many programs as ``fitting_tile`` promises must fit on a multiprocessor at once, or the launch is refused."""
-    tile = getattr(triton, "TILE", None) or triton.NARROW
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: tile)
     found = [one for one in record(monkeypatch, "h200", cost_of(kind, 50, 60)) if one.kernel.__name__ == "resident"]
     assert len(found) == 1
     assert found[0].options["launch_cooperative_grid"]
-    check(found[0], tmp_path, programs=max(1, tile.resident // 2), stack=SPILLED_RESIDENT)
-    found[0].options["maxnreg"] = triton.REGISTERS
-    check(found[0], tmp_path, programs=tile.resident, stack=2 * SPILLED_RESIDENT)
+    many = tile is triton.TILES[-1]
+    if many:
+        found[0].options["maxnreg"] = triton.REGISTERS
+    check(found[0], tmp_path, tile.resident if many else tile.resident // 2, SPILLED_RESIDENT * (1 + many))
 
 
 @pytest.mark.slow
+@tiles
 @pytest.mark.parametrize("kind", ALL, ids=str)
-def test_resident_of_every_kind(monkeypatch, tmp_path, kind):
-    test_resident(monkeypatch, tmp_path, kind)
+def test_resident_of_every_kind(monkeypatch, tmp_path, kind, tile):
+    test_resident(monkeypatch, tmp_path, kind, tile)
+
+
+@pytest.mark.parametrize("kind", ["rows", 3])
+def test_strips(monkeypatch, tmp_path, kind):
+    """One exponential for both updates: what it holds fits into registers, and nothing of it is spilled to speak of."""
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
+    found = [one for one in record(monkeypatch, "h200", cost_of(kind, 300, 10_000)) if one.kernel.__name__ == "strip"]
+    assert len(found) == 1
+    check(found[0], tmp_path, stack=SPILLED)
 
 
 @pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)

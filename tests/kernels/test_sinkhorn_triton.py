@@ -221,7 +221,7 @@ def test_padding_that_may_go_nowhere(path, monkeypatch):
     torch.testing.assert_close(found.g[:9], wanted.g, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("path", ["resident", "streamed"])
+@paths
 @pytest.mark.parametrize("kind", ["matrix", 3, 16])
 def test_a_stabiliser_that_is_far_off(kind, path, monkeypatch):
     """The column sums after a wild start leave every safe range: they are taken again around their own maximum."""
@@ -232,7 +232,7 @@ def test_a_stabiliser_that_is_far_off(kind, path, monkeypatch):
 
 
 @pytest.mark.parametrize("d", [16, 150])
-@pytest.mark.parametrize("path", ["resident", "streamed"])
+@paths
 def test_coordinates_too_large_for_float16(d, path, monkeypatch):
     """Scaled by √(2 log₂e/ε) they would overflow: they are made smaller, and the slope makes good for it."""
     path(monkeypatch)
