@@ -124,28 +124,52 @@ def _power(size: int) -> int:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+def _foldable(function):
+    """Under vmap there are more groups, not one more axis of a grid that has only three, two of them short."""
+    folding = jax.custom_batching.custom_vmap(function)
+
+    @folding.def_vmap
+    def _(size, batched, *arguments):
+        def fold(own, part):
+            part = part if own else jnp.broadcast_to(part, (size, *part.shape))
+            return part.reshape(-1, *part.shape[2:])
+
+        out = folding(*jax.tree.map(fold, batched, list(arguments)))
+        return jax.tree.map(lambda part: part.reshape(size, -1, *part.shape[1:]), out), jax.tree.map(
+            lambda _: True, out
+        )
+
+    return folding
+
+
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _best(rows, columns, bias, owned, record, interpreted):
     """(B, D, padded rows) float32, and int32 places or None. rows: parts (B, padded, d); columns: (B·D, padded, d)."""
+    found = _foldable(lambda *arrays: _best_call(*arrays, owned, record, interpreted))(rows, columns, bias)
+    value, *places = [part.reshape(-1, owned, part.shape[1]) for part in found]
+    return value, places[0] if record else None
+
+
+def _best_call(rows, columns, bias, owned, record, interpreted):
     groups, padded, features = rows[0].shape
     length = columns[0].shape[1]
     height, width = min(ROWS, padded), min(TOKENS, length)
-    out = jax.ShapeDtypeStruct((groups, owned, padded), jnp.float32)
+    strips = padded // height  # programs count these first, then documents, then groups
+    out = jax.ShapeDtypeStruct((groups * owned, padded), jnp.float32)
     outs = [out, jax.ShapeDtypeStruct(out.shape, jnp.int32)] if record else [out]
-    row = pl.BlockSpec((None, height, features), lambda i, j, b: (b, i, 0))
-    column = pl.BlockSpec((None, length, features), lambda i, j, b: (b * owned + j, 0, 0))
-    extra = [] if bias is None else [pl.BlockSpec((None, length), lambda i, j, b: (b * owned + j, 0))]
-    found = pl.pallas_call(
+    row = pl.BlockSpec((None, height, features), lambda at: (_div(at, strips * owned), _rem(at, strips), 0))
+    column = pl.BlockSpec((None, length, features), lambda at: (_div(at, strips), 0, 0))
+    extra = [] if bias is None else [pl.BlockSpec((None, length), lambda at: (_div(at, strips), 0))]
+    return pl.pallas_call(
         functools.partial(_best_kernel, len(rows), bias is not None, width),
         out_shape=outs,
-        grid=(padded // height, owned, groups),
+        grid=(strips * owned * groups,),
         in_specs=[row] * len(rows) + [column] * len(columns) + extra,
-        out_specs=[pl.BlockSpec((None, None, height), lambda i, j, b: (b, j, i))] * len(outs),
+        out_specs=[pl.BlockSpec((None, height), lambda at: (_div(at, strips), _rem(at, strips)))] * len(outs),
         compiler_params=_compiler_params(8 if record and height > 64 else 4, 3),
         interpret=interpreted,
         name="maxsim_best",
     )(*rows, *columns, *([] if bias is None else [bias]))
-    return found[0], found[1] if record else None
 
 
 def _best_kernel(parts, biased, width, *refs):
@@ -174,25 +198,33 @@ def _best_kernel(parts, biased, width, *refs):
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _owned(rows, winners, high, low, length, interpreted):
     """Σ over the query tokens that chose document token j of (high + low) · token, (B, D, length, d) in float32."""
+    owned = winners.shape[1]
+    choices = [part.reshape(-1, part.shape[2]) for part in (winners, high, low)]
+    found = _foldable(lambda *arrays: _owned_call(*arrays, owned, length, interpreted))(rows, choices)
+    return found.reshape(-1, owned, *found.shape[1:])
+
+
+def _owned_call(rows, choices, owned, length, interpreted):
     groups, padded, features = rows[0].shape
     height, width = min(64, padded), min(TOKENS, length)
-    owned = winners.shape[1]
-    choice = pl.BlockSpec((None, None, padded), lambda i, j, b: (b, j, 0))
+    tiles = length // width  # programs count these first, then documents, then groups
+    row = pl.BlockSpec((None, padded, features), lambda at: (_div(at, tiles * owned), 0, 0))
+    choice = pl.BlockSpec((None, padded), lambda at: (_div(at, tiles), 0))
     return pl.pallas_call(
-        functools.partial(_owned_kernel, len(rows), height, width),
-        out_shape=jax.ShapeDtypeStruct((groups, owned, length, features), jnp.float32),
-        grid=(length // width, owned, groups),
-        in_specs=[pl.BlockSpec((None, padded, features), lambda i, j, b: (b, 0, 0))] * len(rows) + [choice] * 3,
-        out_specs=pl.BlockSpec((None, None, width, features), lambda i, j, b: (b, j, i, 0)),
+        functools.partial(_owned_kernel, len(rows), height, width, tiles),
+        out_shape=jax.ShapeDtypeStruct((groups * owned, length, features), jnp.float32),
+        grid=(tiles * owned * groups,),
+        in_specs=[row] * len(rows) + [choice] * 3,
+        out_specs=pl.BlockSpec((None, width, features), lambda at: (_div(at, tiles), _rem(at, tiles), 0)),
         compiler_params=_compiler_params(4, 2),
         interpret=interpreted,
         name="maxsim_owned",
-    )(*rows, winners, high, low)
+    )(*rows, *choices)
 
 
-def _owned_kernel(parts, height, width, *refs):
+def _owned_kernel(parts, height, width, tiles, *refs):
     rows, (winners, high, low, out) = refs[:parts], refs[parts:]
-    own = pl.program_id(0) * width + lax.broadcasted_iota(jnp.int32, (width, height), 0)
+    own = _rem(pl.program_id(0), tiles) * width + lax.broadcasted_iota(jnp.int32, (width, height), 0)
 
     def body(tile, total):
         at = pl.ds(tile * height, height)
@@ -215,6 +247,14 @@ def _multiply(left, right, right_axis):
     total = _dot(left[1], right[0], right_axis)
     total = total if len(right) == 1 else total + _dot(left[0], right[1], right_axis)
     return total + _dot(left[0], right[0], right_axis)
+
+
+def _div(program, by: int):
+    return lax.div(program, np.int32(by))  # `//` would take care of signs
+
+
+def _rem(program, by: int):
+    return lax.rem(program, np.int32(by))
 
 
 def _compiler_params(warps: int, stages: int) -> Any:

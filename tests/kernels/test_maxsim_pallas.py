@@ -68,6 +68,24 @@ def test_gathering_some_documents_at_a_time(monkeypatch):
         assert jnp.abs(got[1] - wanted[1]).max() <= 2e-6 * jnp.abs(wanted[1]).max()
 
 
+@BOTH
+def test_vmap(monkeypatch, kernel):
+    monkeypatch.setattr(jax_ops, "_kernel", lambda tokens, backend: kernel)
+    monkeypatch.setattr(kernel, "interpret", True)
+    queries, documents, keep, mask = problem("all", length=40)
+
+    def loss(queries, documents):
+        one = jax.vmap(lambda q, k: jax_ops.maxsim(q[None], documents, k[None], mask)[0])
+        return (one(queries, keep) ** 2).sum()
+
+    def plain(queries, documents):
+        return (jax_ops.maxsim(queries, documents, keep, mask) ** 2).sum()
+
+    got, wanted = (jax.jit(jax.grad(f, (0, 1)))(queries, documents) for f in (loss, plain))
+    for one, other in zip(got, wanted, strict=True):
+        assert jnp.abs(one - other).max() <= 2e-6 * jnp.abs(other).max()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowering(monkeypatch, dtype):
     shapes = jax.ShapeDtypeStruct((64, 32, 128), dtype), jax.ShapeDtypeStruct((20, 180, 128), dtype)
