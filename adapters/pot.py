@@ -210,7 +210,7 @@ class _Problem:
     a: Any  # (n,)
     b: Any  # (m,), or (m, k) for k histograms
     shape: tuple[int, int]
-    reg: Any  # a float, or a torch scalar that requires a gradient
+    reg: Any  # a float, a torch scalar that requires a gradient, or a jax scalar
     cost: Any
     dtype: Any  # of the cost, and of the results
     nx: Any  # the host's functions for this kind of array
@@ -241,7 +241,7 @@ def _read(call: _Call) -> _Problem:
     shape = tuple(call.M.shape if _is_lazy(call.M) else M.shape)
     _check_shapes(shape, a, b)
     nx = _backend().get_backend(M)
-    a, b = (w if len(w) else nx.full((n,), 1 / n, type_as=M) for w, n in zip((a, b), shape, strict=True))
+    a, b = (w if len(w) else _filled(nx, (n,), 1 / n, M) for w, n in zip((a, b), shape, strict=True))
     enter, leave = _way_there_and_back(M)
     with _words_of_the_host():
         cost = _cost(call.M if _is_lazy(call.M) else M, enter)
@@ -266,8 +266,6 @@ def _check_kinds(**arrays: Any) -> None:
             raise TypeError(f"{name} is a {found.__module__}.{found.__qualname__}; accepted are {ARRAYS}{also}")
         if kind != kinds[first]:
             raise TypeError(f"{name} is a {kind} array and {first} is a {kinds[first]} array; accepted is one kind")
-        if kind == "jax":
-            to_torch(arrays[name], name)  # refuses tracers, in words that tell what to do
 
 
 def _floating(*arrays: Any) -> list[Any]:
@@ -291,8 +289,17 @@ def _check_shapes(shape: tuple[int, ...], a: Any, b: Any) -> None:
         raise ValueError(f"b has shape {tuple(b.shape)}; accepted are ({m},), ({m}, histograms), or nothing")
 
 
+def _filled(nx: Any, size: tuple[int, ...], value: float, like: Any) -> Any:
+    """An array of one value. POT asks a jax array for its device, which is unknown inside of transformations."""
+    if framework(like) == "jax":
+        import jax.numpy
+
+        return jax.numpy.full(size, value, like.dtype)
+    return nx.full(size, value, type_as=like)
+
+
 def _regularisation(reg: Any) -> Any:
-    if getattr(reg, "requires_grad", False):
+    if getattr(reg, "requires_grad", False) or (framework(reg) == "jax" and math.prod(reg.shape) == 1):
         return reg.reshape(())
     try:
         return float(reg if isinstance(reg, int | float) else reg.reshape(()))
@@ -308,6 +315,11 @@ def _cost(M: Any, enter: Callable[[Any], Any]) -> Any:
 
 def _check_values(problem: _Problem) -> None:
     """Have the operation look at the numbers, so that the host can still take a call that we refuse."""
+    if framework(problem.cost.tensors[0]) == "jax":
+        from flashot_backends.ops.sinkhorn import jax_problem
+
+        jax_problem.make_problem(problem.cost, **problem.weights, epsilon=problem.reg)
+        return
     from flashot_backends.ops.sinkhorn.problem import check_values, make_problem
 
     made = make_problem(problem.cost, **problem.weights, epsilon=problem.reg)
@@ -375,7 +387,22 @@ def _unwatched(call: _Call, problem: _Problem) -> _Run:
     if call.verbose:  # one line for each histogram: where it stopped
         for done, error in zip(iterations, problem.leave(solution.error), strict=True):
             _print(int(done) - 1, error, call.check_every)
-    return _Run(solution, int(iterations.max()), bool(converged.all()))
+    done = _known(converged.all())
+    if done is None:
+        return _Run(solution, iterations.max(), True)  # nobody can be warned
+    return _Run(solution, int(iterations.max()), done)
+
+
+def _known(truth: Any) -> bool | None:
+    """A truth, or None inside of ``jax.jit`` and ``jax.vmap``, where nobody knows it yet."""
+    if framework(truth) != "jax":
+        return bool(truth)
+    from jax.errors import ConcretizationTypeError
+
+    try:
+        return bool(truth)
+    except ConcretizationTypeError:
+        return None
 
 
 def _watched(call: _Call, problem: _Problem) -> _Run:
@@ -407,7 +434,13 @@ def _schedule(call: _Call) -> Iterator[int]:
 
 
 def _is_small(call: _Call, error: Any) -> bool:
-    return bool(error <= call.stopThr if call.name == "sinkhorn_stabilized" else error < call.stopThr)
+    small = _known(error <= call.stopThr if call.name == "sinkhorn_stabilized" else error < call.stopThr)
+    if small is None:
+        raise TypeError(
+            f"method={call.method!r} with log=True, verbose=True or several histograms of POT's own methods looks at errors "
+            "on the way, and inside of jax.jit or jax.vmap there is nothing to look at; accepted there is log=False"
+        )
+    return small
 
 
 def _print(iteration: int, error: Any, check_every: int) -> None:
@@ -445,7 +478,7 @@ def _start_log_u(call: _Call, problem: _Problem, a: Any) -> Any:
     shift = -math.log(n) if call.dialect.shift else 0.0
     if call.warmstart is None:
         size = (n, problem.histograms) if problem.histograms else (n,)
-        return problem.nx.zeros(size, type_as=a) + shift
+        return _filled(problem.nx, size, shift, a)
     log_u = _warm_rows(call.warmstart, problem)
     return log_u / problem.reg + shift if call.name == "sinkhorn_stabilized" else log_u
 

@@ -81,14 +81,41 @@ def test_jax(pot, problem, jnp, dtype):
     np.testing.assert_allclose(plan, expected, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize("transformation", ["jit", "grad"])
-def test_jax_tracers_are_refused(pot, problem, jnp, transformation):
+def plain_jax_loss(a, b, M, reg, iterations):
+    """sinkhorn_log's iterations and ⟨P, M⟩, for JAX to differentiate; POT's own loop refuses tracers."""
+    import jax
+
+    def once(log_u, _):
+        log_v = jax.numpy.log(b) - jax.nn.logsumexp(log_u[:, None] - M / reg, 0)
+        return jax.numpy.log(a) - jax.nn.logsumexp(log_v[None] - M / reg, 1), log_v
+
+    log_u, log_v = jax.lax.scan(once, 0 * a, length=iterations)
+    return (jax.numpy.exp(log_u[:, None] + log_v[-1][None] - M / reg) * M).sum()
+
+
+def test_jax_transformations(pot, problem, jnp, monkeypatch):
+    """jit, grad and vmap, with no way through torch."""
+    import jax
+
+    monkeypatch.setattr("flashot_backends.ops.arrays.require_torch", lambda: pytest.fail("torch was asked for"))
+    z = *(jnp.asarray(array) for array in (problem.a, problem.b, problem.M)), jnp.asarray(0.1)
+    iterations = pot.sinkhorn(*z, method="sinkhorn_log", log=True, stopThr=1e-6)[1]["niter"] + 1
+    loss = lambda *z: pot.sinkhorn2(*z, method="flash", stopThr=1e-6)  # noqa: E731
+    wanted = jax.value_and_grad(plain_jax_loss, (0, 1, 2, 3))(*z, iterations)
+    for found in (jax.value_and_grad(loss, (0, 1, 2, 3))(*z), jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*z)):
+        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-10)
+        for mine, plain in zip(found[1], wanted[1], strict=True):
+            np.testing.assert_allclose(mine, plain, rtol=1e-8, atol=1e-12)
+    mapped = jax.vmap(lambda M: loss(z[0], z[1], M, 0.1))(jnp.stack([z[2], z[2][:, ::-1]]))
+    np.testing.assert_allclose(mapped[0], wanted[0], rtol=1e-10)
+
+
+def test_jax_log_needs_numbers(pot, problem, jnp):
     import jax
 
     a, b, M = (jnp.asarray(array) for array in (problem.a, problem.b, problem.M))
-    transformed = getattr(jax, transformation)(lambda M: pot.sinkhorn2(a, b, M, 0.1, method="flash"))
-    with pytest.raises(TypeError, match="M is a JAX tracer"):
-        transformed(M)
+    with pytest.raises(TypeError, match="log=True.*jax.jit"):
+        jax.jit(lambda M: pot.sinkhorn(a, b, M, 0.1, method="flash", log=True)[0])(M)
 
 
 def test_integers_become_floats(pot):
