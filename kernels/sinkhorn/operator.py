@@ -7,6 +7,7 @@ rows; the transposed operator ``T`` works along columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -139,7 +140,11 @@ class Operator:
         self.batch, self.rows, self.columns = cost.size
         self.dtype = potential_dtype(cost.first.dtype)
         self.device = cost.first.device
-        self.epsilon = epsilon.to(self.dtype)
+
+    @functools.cached_property
+    def epsilon(self) -> Tensor:
+        """ε in the potentials' dtype; made when it is asked for."""
+        return self.exact_epsilon.to(self.dtype)
 
     @property
     def T(self) -> Operator:  # noqa: N802
@@ -203,15 +208,23 @@ class Operator:
         return Sweep(f, after, torch.exp((g - after) / self.epsilon[:, None]), softmin)
 
     def iterate(
-        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        gap: float, inspect: Callable[[dict[str, float]], None],
+        self,
+        a: Tensor,
+        b: Tensor,
+        f: Tensor,
+        max_iterations: int,
+        tolerance: float,
+        check_every: int,
+        norm: str,
+        gap: float,
+        inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...] | None:
         """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
 
         A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. ``gap`` is
         what over-relaxation starts from, 1 for plain iterations. Returns row and column potentials, iterations, error
-        and whether it is below the tolerance, by batch element; and errors and gaps (B, looks) after every look, NaN
-        where there was none.
+        and whether it is below the tolerance, by batch element; and by look (B, looks) the error, NaN where there was
+        no look, and the gap that holds after it.
         """
         return None
 
@@ -232,7 +245,12 @@ class Operator:
         raise NotImplementedError
 
     def weighted(
-        self, s: Tensor, t: Tensor, alpha: Tensor | None = None, gamma: float = 0.0, u: Tensor | None = None,
+        self,
+        s: Tensor,
+        t: Tensor,
+        alpha: Tensor | None = None,
+        gamma: float = 0.0,
+        u: Tensor | None = None,
         v: Tensor | None = None,
     ) -> Weighted:
         """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j); alpha (B, n), u (B, n, k), v (B, m, k)."""

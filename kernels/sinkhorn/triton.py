@@ -170,8 +170,16 @@ class Fused(Operator):
             return inner * (self.exact_epsilon * math.log(2)).float()[:, None]
 
     def iterate(
-        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        gap: float, inspect: Callable[[dict[str, float]], None],
+        self,
+        a: Tensor,
+        b: Tensor,
+        f: Tensor,
+        max_iterations: int,
+        tolerance: float,
+        check_every: int,
+        norm: str,
+        gap: float,
+        inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...]:
         """Alternate until every problem's error is below the tolerance, looking at it on the card."""
         control = Control(max_iterations, tolerance, check_every, int(norm == "l2"), gap)
@@ -292,8 +300,14 @@ class Fused(Operator):
                 columns.blocks, given.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared),
             )  # fmt: skip
             variant = (prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
-            launch(product, programs * self.batch, args, (*self.constants, *shape, across, 1, power), PRODUCT_OPTIONS,
-            variant)
+            launch(
+                product,
+                programs * self.batch,
+                args,
+                (*self.constants, *shape, across, 1, power),
+                PRODUCT_OPTIONS,
+                variant,
+            )
             norm = rows.half_norm[:, : rows.length] if prepared.kind == DOT else 0.0
             scale = torch.exp2(s * LOG2E - norm + top) * self.epsilon[:, None] ** power
             return (out * scale[:, :, None] if width else None), total * scale
@@ -347,8 +361,19 @@ class Update:
         self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
 
     def bind(
-        self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
-        done: Tensor, gaps: Tensor, cycles: Tensor, most: int = 0, column: int = 0, first: bool = True,
+        self,
+        bias: Tensor,
+        u_in: Tensor,
+        log_weight: Tensor,
+        u_out: Tensor,
+        bias_out: Tensor,
+        ratio: Tensor,
+        done: Tensor,
+        gaps: Tensor,
+        cycles: Tensor,
+        most: int = 0,
+        column: int = 0,
+        first: bool = True,
     ) -> Launch:
         """The launch of an update from the columns' bias, to be called with the iteration.
 
@@ -460,7 +485,7 @@ class Loop:
         self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD).unbind()
         self.seen, self.done, self.iterations, self.counters, self.gaps, self.cycles = _zeros(op.device, batch)
         self.error, self.errors = op.new(batch), op.new(2, batch, control.looks)
-        self._start(a if a.stride(-1) == 1 else a.contiguous(), f if f.stride(-1) == 1 else f.contiguous())
+        self._start(a if a.stride(-1) == 1 else a.contiguous(), f)
 
     def _start(self, a: Tensor, f: Tensor) -> None:
         from .triton_kernels import start
@@ -471,7 +496,7 @@ class Loop:
             self.done if self.prepared.kind == MATRIX else self.prepared.flags, self.gaps, self.cycles, self.errors,
             self.control.gap, self.control.check_every, self.control.looks, rows.blocks + columns.blocks,
             self.op.batch, rows.length, columns.length, rows.blocks, columns.blocks, a.stride(0), self.b.stride(0),
-            f.stride(0), epsilon.stride(0),
+            *f.stride(), epsilon.stride(0),
         )  # fmt: skip
         variant = tuple(tensor.data_ptr() % 16 for tensor in (a, self.b, f, epsilon))
         programs = (rows.blocks + columns.blocks) * self.op.batch

@@ -132,10 +132,36 @@ def least_gap(cycle):
 
 @kernel
 def prepare(
-    x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags, programs: tl.int32, n: tl.int32, m: tl.int32,
-    blocks_q: tl.int32, blocks_k: tl.int32, d: tl.int32, width: tl.int32, again: tl.int32, batch_x: tl.int64,
-    stride_x: tl.int64, stride_dx: tl.int64, batch_y: tl.int64, stride_y: tl.int64, stride_dy: tl.int64,
-    stride_epsilon: tl.int64, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    x,
+    y,
+    epsilon,
+    q1,
+    q2,
+    k1,
+    k2,
+    norm_q,
+    norm_k,
+    slopes,
+    extents,
+    flags,
+    programs: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    d: tl.int32,
+    width: tl.int32,
+    again: tl.int32,
+    batch_x: tl.int64,
+    stride_x: tl.int64,
+    stride_dx: tl.int64,
+    batch_y: tl.int64,
+    stride_y: tl.int64,
+    stride_dy: tl.int64,
+    stride_epsilon: tl.int64,
+    KIND: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Centre and scale the points of both sides: to two float16 arrays (B, padded, width) and |x'|²/2 (DOT), or to
     float32
@@ -205,10 +231,36 @@ def prepare(
 
 @kernel
 def start(
-    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles, errors,
-    gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32, n: tl.int32,
-    m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64,
-    stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    a,
+    b_weight,
+    f,
+    epsilon,
+    norm_q,
+    log_a,
+    log_b,
+    row_bias,
+    column_bias,
+    seen,
+    flags,
+    gaps,
+    cycles,
+    errors,
+    gap: tl.float32,
+    check_every: tl.int32,
+    looks: tl.int32,
+    programs: tl.int32,
+    batch: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    batch_a: tl.int64,
+    batch_b: tl.int64,
+    batch_f: tl.int64,
+    stride_f: tl.int64,
+    stride_epsilon: tl.int64,
+    NORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The loop's starting state: log₂ of the weights, row biases from f, empty column biases.
 
@@ -231,7 +283,7 @@ def start(
         rows = block * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
         unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
-        u = tl.load(f + b * batch_f + rows, mask=rows < n, other=0.0) / unit
+        u = tl.load(f + b * batch_f + rows.to(tl.int64) * stride_f, mask=rows < n, other=0.0) / unit
         at = b * blocks_q * PAD + rows
         if NORMS:
             u -= tl.load(norm_q + at)
@@ -253,9 +305,27 @@ def start(
 
 @kernel
 def finish(
-    u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged, programs: tl.int32,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64, stride_epsilon: tl.int64,
-    tolerance: tl.float32, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    u,
+    v,
+    norm_q,
+    norm_k,
+    epsilon,
+    iterations,
+    error,
+    f_out,
+    g_out,
+    iterations_out,
+    converged,
+    programs: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    other: tl.int64,
+    stride_epsilon: tl.int64,
+    tolerance: tl.float32,
+    NORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations."""
     b, block = place(programs)
@@ -281,9 +351,7 @@ def finish(
 
 
 @triton.jit
-def dot_tile(
-    q1, q2, k1, k2, rows, cols, width, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, STAGES: tl.constexpr
-):
+def dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, STAGES: tl.constexpr):
     """x'·y' of a tile, some coordinates at a time."""
     acc = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
     for start in tl.range(0, width, CHUNK, num_stages=STAGES):
@@ -299,9 +367,7 @@ def dot_tile(
 
 
 @triton.jit
-def fma_tile(
-    acc, x0, x1, x2, x3, x4, x5, x6, x7, k1, cols, padded, D: tl.constexpr
-):
+def fma_tile(acc, x0, x1, x2, x3, x4, x5, x6, x7, k1, cols, padded, D: tl.constexpr):
     """acc − Σ_k (x'_k − y'_k)²."""
     diff = x0[:, None] - tl.load(k1 + cols)[None, :]
     acc = acc - diff * diff
@@ -341,9 +407,30 @@ def coordinate(q1, rows, padded, k: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def row_sums(
-    q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k, width,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRACK: tl.constexpr, STAGES: tl.constexpr,
+    q1,
+    q2,
+    k1,
+    k2,
+    bias,
+    u,
+    rows,
+    n,
+    m,
+    first,
+    last,
+    slope,
+    stride_q,
+    stride_k,
+    pad_q,
+    pad_k,
+    width,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRACK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """(t_i, s_i) with Σ_j 2^(S_ij + bias_j) = s_i 2^t_i over the columns first … last.
 
@@ -415,8 +502,24 @@ def row_sums(
 
 @triton.jit
 def score_tile(
-    q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
-    KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
+    q1,
+    q2,
+    k1,
+    k2,
+    rows,
+    cols,
+    n,
+    m,
+    slope,
+    stride_q,
+    stride_k,
+    pad_q,
+    pad_k,
+    width,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """S of a tile."""
     # Little shared memory rather than speed: several such programs must fit on a multiprocessor.
@@ -426,10 +529,18 @@ def score_tile(
     elif KIND == FMA:
         scores = fma_tile(
             tl.zeros([rows.shape[0], cols.shape[0]], tl.float32),
-            coordinate(q1, rows, pad_q, 0, D), coordinate(q1, rows, pad_q, 1, D),
-            coordinate(q1, rows, pad_q, 2, D), coordinate(q1, rows, pad_q, 3, D), coordinate(q1, rows, pad_q, 4, D),
-            coordinate(q1, rows, pad_q, 5, D), coordinate(q1, rows, pad_q, 6, D), coordinate(q1, rows, pad_q, 7, D),
-            k1, cols, pad_k, D,
+            coordinate(q1, rows, pad_q, 0, D),
+            coordinate(q1, rows, pad_q, 1, D),
+            coordinate(q1, rows, pad_q, 2, D),
+            coordinate(q1, rows, pad_q, 3, D),
+            coordinate(q1, rows, pad_q, 4, D),
+            coordinate(q1, rows, pad_q, 5, D),
+            coordinate(q1, rows, pad_q, 6, D),
+            coordinate(q1, rows, pad_q, 7, D),
+            k1,
+            cols,
+            pad_k,
+            D,
         )
     else:
         where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
@@ -482,12 +593,46 @@ def merge(top, total, other_top, other_total):
 
 @kernel
 def update(
-    q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes, gaps, cycles,
-    iteration: tl.int32, most: tl.int32, column: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32,
-    splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, chunks: tl.int32, batch: tl.int64,
-    stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FIRST: tl.constexpr,
+    q1,
+    q2,
+    k1,
+    k2,
+    bias,
+    u_in,
+    log_weight,
+    u_out,
+    bias_out,
+    ratio_out,
+    parts,
+    counters,
+    done,
+    slopes,
+    gaps,
+    cycles,
+    iteration: tl.int32,
+    most: tl.int32,
+    column: tl.int32,
+    programs: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    splits: tl.int32,
+    tiles_each: tl.int32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    chunks: tl.int32,
+    batch: tl.int64,
+    stride_q: tl.int64,
+    stride_k: tl.int64,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """One update of every row potential, the columns split over programs; the last program of a block of rows
     merges."""
@@ -511,8 +656,30 @@ def update(
     every_column = tl.cdiv(m, BLOCK_N) * BLOCK_N
     last = tl.minimum(first + tiles_each * BLOCK_N, every_column)
     top, total = row_sums(
-        q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k, width,
-        KIND, D, CHUNK, PRODUCTS, BLOCK_N, FIRST, STAGES,
+        q1,
+        q2,
+        k1,
+        k2,
+        bias,
+        u,
+        rows,
+        n,
+        m,
+        first,
+        last,
+        slope,
+        stride_q,
+        stride_k,
+        pad_q,
+        pad_k,
+        width,
+        KIND,
+        D,
+        CHUNK,
+        PRODUCTS,
+        BLOCK_N,
+        FIRST,
+        STAGES,
     )
     if splits > 1:
         lanes = tl.arange(0, BLOCK_M)
@@ -535,8 +702,30 @@ def update(
         sound = (total > TINY) & (total < HUGE)
         if tl.min(tl.where(rows < n, sound.to(tl.int32), 1), 0) == 0:
             top, total = row_sums(
-                q1, q2, k1, k2, bias, u, rows, n, m, 0, every_column, slope, stride_q, stride_k, pad_q, pad_k, width,
-                KIND, D, CHUNK, PRODUCTS, BLOCK_N, True, 1,
+                q1,
+                q2,
+                k1,
+                k2,
+                bias,
+                u,
+                rows,
+                n,
+                m,
+                0,
+                every_column,
+                slope,
+                stride_q,
+                stride_k,
+                pad_q,
+                pad_k,
+                width,
+                KIND,
+                D,
+                CHUNK,
+                PRODUCTS,
+                BLOCK_N,
+                True,
+                1,
             )
     after = -(top + tl.log2(total))
     weight = tl.load(log_weight + at)
@@ -591,10 +780,33 @@ def strip_costs(q1, rows, cols, step, m, KIND: tl.constexpr):
 
 @kernel
 def strip(
-    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, iteration: tl.int32,
-    most: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
+    q1,
+    k1,
+    bias,
+    u,
+    log_weight,
+    u_out,
+    bias_out,
+    parts,
+    done,
+    slopes,
+    gaps,
+    cycles,
+    iteration: tl.int32,
+    most: tl.int32,
+    programs: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    batch: tl.int64,
+    stride: tl.int64,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
 ):  # of a matrix, batch, stride and m are counted in ALIGN
     """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
 
@@ -644,12 +856,8 @@ def strip(
         x6 = coordinate(q1, rows, pad_q, 6, D if KIND == FMA else 0)
         x7 = coordinate(q1, rows, pad_q, 7, D if KIND == FMA else 0)
         before = tl.load(u + rows)
-        e = tl.exp2(
-            strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, cols, pad_k, slope, KIND, D)
-        )
-        e2 = tl.exp2(
-            strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, more, pad_k, slope, KIND, D)
-        )
+        e = tl.exp2(strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, cols, pad_k, slope, KIND, D))
+        e2 = tl.exp2(strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, more, pad_k, slope, KIND, D))
         total = tl.sum(e, 1) + tl.sum(e2, 1)
         pivot = -before
         sound = (total > TINY) & (total < HUGE)
@@ -678,10 +886,35 @@ def strip(
 
 @kernel
 def gather(
-    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles, iteration: tl.int32,
-    most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32,
-    blocks_q: tl.int32, check_every: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q1,
+    k1,
+    parts,
+    bias,
+    v_in,
+    log_weight,
+    v_out,
+    bias_out,
+    ratio_out,
+    done,
+    slopes,
+    gaps,
+    cycles,
+    iteration: tl.int32,
+    most: tl.int32,
+    programs: tl.int32,
+    m: tl.int32,
+    n: tl.int32,
+    shares: tl.int32,
+    blocks_k: tl.int32,
+    blocks_q: tl.int32,
+    check_every: tl.int32,
+    batch: tl.int64,
+    stride: tl.int64,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """The column updates, from what ``strip`` left: v'_j = v_j + log₂ b_j − log₂ Σ shares.
 
@@ -713,8 +946,30 @@ def gather(
         pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
         k1, k2, q1, q2 = of_problem(k1, k1, q1, q1, b, batch * ALIGN, pad_k, pad_q, D, KIND)
         top, again = row_sums(
-            k1, k2, q1, q2, bias + b * pad_q, before, cols, m, n, 0, tl.cdiv(n, BLOCK_N) * BLOCK_N, slope, 1,
-            stride * ALIGN, pad_k, pad_q, 1, KIND, D, 1, 1, BLOCK_N, True, 1,
+            k1,
+            k2,
+            q1,
+            q2,
+            bias + b * pad_q,
+            before,
+            cols,
+            m,
+            n,
+            0,
+            tl.cdiv(n, BLOCK_N) * BLOCK_N,
+            slope,
+            1,
+            stride * ALIGN,
+            pad_k,
+            pad_q,
+            1,
+            KIND,
+            D,
+            1,
+            1,
+            BLOCK_N,
+            True,
+            1,
         )
         after = -(top + tl.log2(again))
     tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
@@ -727,11 +982,41 @@ def gather(
 
 @kernel
 def product(
-    q1, q2, k1, k2, bias, norm_q, norm_k, values, weights, top_out, total_out, out, slopes, programs: tl.int32,
-    n: tl.int32, m: tl.int32, width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_values: tl.int64,
-    chunks: tl.int32, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
-    CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, POWER: tl.constexpr,
+    q1,
+    q2,
+    k1,
+    k2,
+    bias,
+    norm_q,
+    norm_k,
+    values,
+    weights,
+    top_out,
+    total_out,
+    out,
+    slopes,
+    programs: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    width_out: tl.int32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    batch_values: tl.int64,
+    chunks: tl.int32,
+    batch: tl.int64,
+    stride_q: tl.int64,
+    stride_k: tl.int64,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    POWER: tl.constexpr,
 ):
     """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER w_j (V_j, 1) around each row's own maximum: (B, n, k), (B, n), and
     top (B, n).
@@ -762,8 +1047,24 @@ def product(
     for start in tl.range(0, m, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         scores = score_tile(
-            q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
-            KIND, D, CHUNK, PRODUCTS,
+            q1,
+            q2,
+            k1,
+            k2,
+            rows,
+            cols,
+            n,
+            m,
+            slope,
+            stride_q,
+            stride_k,
+            pad_q,
+            pad_k,
+            width,
+            KIND,
+            D,
+            CHUNK,
+            PRODUCTS,
         )
         t = scores + tl.load(bias + cols)[None, :]
         higher = tl.maximum(top, tl.max(t, 1))
@@ -795,9 +1096,25 @@ def product(
 
 @kernel
 def check(
-    ratio, weight, done, iterations, error, gaps, cycles, errors, iteration: tl.int32,
-    most: tl.int32, check_every: tl.int32, looks: tl.int32, batch: tl.int32, tolerance: tl.float32, m: tl.int32,
-    blocks_k: tl.int32, batch_weight: tl.int64, squared: tl.int32, BLOCK: tl.constexpr,
+    ratio,
+    weight,
+    done,
+    iterations,
+    error,
+    gaps,
+    cycles,
+    errors,
+    iteration: tl.int32,
+    most: tl.int32,
+    check_every: tl.int32,
+    looks: tl.int32,
+    batch: tl.int32,
+    tolerance: tl.float32,
+    m: tl.int32,
+    blocks_k: tl.int32,
+    batch_weight: tl.int64,
+    squared: tl.int32,
+    BLOCK: tl.constexpr,
 ):
     """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop.
 
@@ -909,12 +1226,50 @@ def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.con
 
 @kernel
 def resident(
-    q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts,
-    error_parts, counters, slopes, gaps, errors, looks: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32,
-    tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32, check_every: tl.int32, tolerance: tl.float32,
-    blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64, chunks: tl.int32, batch: tl.int64,
-    stride_q: tl.int64, stride_k: tl.int64, squared: tl.int32, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q1,
+    q2,
+    k1,
+    k2,
+    row_bias,
+    log_a,
+    log_b,
+    weight,
+    u_out,
+    v_out,
+    iterations,
+    error,
+    row_parts,
+    column_parts,
+    error_parts,
+    counters,
+    slopes,
+    gaps,
+    errors,
+    looks: tl.int32,
+    problems: tl.int32,
+    n: tl.int32,
+    m: tl.int32,
+    tiles_q: tl.int32,
+    tiles_k: tl.int32,
+    max_iterations: tl.int32,
+    check_every: tl.int32,
+    tolerance: tl.float32,
+    blocks_q: tl.int32,
+    blocks_k: tl.int32,
+    batch_weight: tl.int64,
+    chunks: tl.int32,
+    batch: tl.int64,
+    stride_q: tl.int64,
+    stride_k: tl.int64,
+    squared: tl.int32,
+    KIND: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to

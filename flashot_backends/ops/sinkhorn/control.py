@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .constants import constant
 from .costs import floating
 from .problem import Problem
 from .solver import ERROR_NORMS, Control
@@ -48,7 +49,9 @@ def check_gradient(gradient: str, tolerance: float | None) -> None:
 def starting_point(problem: Problem, init: tuple[Any, Any] | None) -> Tensor:
     """The row potentials to start from, (B, n)."""
     if init is None:
-        return torch.zeros_like(problem.a) if problem.offsets is None else -problem.offsets[0]
+        if problem.offsets is not None:
+            return -problem.offsets[0]
+        return constant(0.0, problem.a.dtype, problem.a.device).expand(problem.a.shape)
     if not isinstance(init, tuple | list) or len(init) != 2:
         raise TypeError(f"init is a {type(init).__name__}; accepted is a pair (f, g) of potentials")
     for name, given, weight in (("f", init[0], problem.a), ("g", init[1], problem.b)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import to_torch
+from .constants import constant
 from .costs import DenseCost, PointCloud, broadcast_batch, floating
 from .metrics import kernel_form
 
@@ -98,7 +99,7 @@ def regularisation(given: Any, device: torch.device) -> Tensor:
         number = float(given)
         if not 0 < number < math.inf:
             raise ValueError(f"epsilon is {given}; accepted is a positive finite number")
-        return torch.full((), number, dtype=torch.float64, device=device)
+        return constant(number, torch.float64, device)
     return to_torch(given, "epsilon").to(device=device, dtype=torch.float64)
 
 
