@@ -8,7 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, softmin, solve, torch_ops  # noqa: E402
+from flashot_backends.ops.sinkhorn import (  # noqa: E402
+    DenseCost,
+    PointCloud,
+    envelope,
+    implicit,
+    softmin,
+    solve,
+    torch_ops,
+)
 
 from .sinkhorn_cases import close, normal, weights  # noqa: E402
 
@@ -34,14 +42,6 @@ def of_matrix(m, a, b):
 
 FUNCTIONS = [(of_points, (X, Y, A, B)), (of_matrix, (M, A, B))]
 functions = pytest.mark.parametrize(("function", "tensors"), FUNCTIONS, ids=["points", "matrix"])
-
-
-@contextlib.contextmanager
-def quiet():
-    """vmap says that it goes one by one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 @functions
@@ -84,7 +84,6 @@ def operator_calls():
     epsilon = torch.tensor([0.8, 0.5], dtype=torch.float64)
     how = ("", "torch")
     s, t, f = normal(2, 6, seed=2), normal(2, 5, seed=3), normal(2, 6, seed=4)
-    iterations = torch.tensor([2, 3])
     values, grad = normal(2, 5, 2, seed=5), normal(2, 6, 2, seed=6)
     a, b = A.expand(2, 6).clone(), B.expand(2, 5).clone()
     for metric, x, y in (("sqeuclidean", X.expand(2, 6, 3).clone(), Y.expand(2, 5, 3).clone()),
@@ -93,9 +92,27 @@ def operator_calls():
         yield "softmin", (x, y, t, epsilon, *end)
         yield "softmin_backward", (x, y, t, epsilon, f, s, True, *end)
         yield "softmin_backward", (x, y, t, epsilon, f, s, False, *end)
-        yield "solve", (x, y, a, b, epsilon, f, 3, 0.0, 1, "l1", *end)
-        yield "solve_backward", (x, y, a, b, epsilon, f, iterations, s, t, True, True, *end)
-        yield "solve_backward", (x, y, a, b, epsilon, f, iterations, s, t, False, False, *end)
+        reach, terms = torch.tensor([[1.0, 2.0], [float("inf"), 0.5]], dtype=torch.float64), (s, t)
+        for acceleration, *penalty in (("", None, None, None), ("overrelaxation", reach, *terms)):
+            control = (13, 0.0, 2, "l1", acceleration)
+            arguments = (x, y, a, b, epsilon, f, *penalty)
+            yield "solve", (*arguments, *control, *end)
+            run = torch_ops.solve(*arguments, *control, *end)
+            run = (run[2], *run[5:])
+            yield "solve_backward", (*arguments, *run, s, t, True, True, *control, *end)
+            yield "solve_backward", (*arguments, *run, s, t, False, False, *control, *end)
+        kappa, kappas = torch.ones(2, dtype=torch.float64), (1 + epsilon, 1 + 2 * epsilon)
+        yield "adjoint", (x, y, s, t, epsilon, *kappas, s, t, 1e-9, *end)
+        yield "fixed_point", (x, y, a, b, epsilon, s, t, kappa, kappa, None, None, 0.0, *end)
+        yield "fixed_point", (x, y, a, b, epsilon, s, t, *kappas, *terms, 0.0, *end)
+        for flag in (True, False):
+            yield "fixed_point_backward", (x, y, a, b, epsilon, s, t, s, t, *kappas, flag, flag, flag, 0.0, *end)
+            yield "optimum_backward", (x, y, a, b, epsilon, s, t, *terms, reach, epsilon, flag, flag, flag, *end)
+        yield "extension", (x, y, a, b, epsilon, s, t, kappa, s, *end)
+        yield "optimum", (x, y, a, b, epsilon, s, t, None, None, None, epsilon.clone(), True, *end)
+        yield "optimum", (x, y, a, b, epsilon, s, t, *terms, reach, epsilon.clone(), False, *end)
+        yield "moment", (x, y, s, t, epsilon, values, 2, *end)
+        yield "largest", (x, y, t, epsilon, 3, *end)
         yield "apply", (x, y, s, t, epsilon, values, *end)
         yield "apply_backward", (x, y, s, t, epsilon, values, grad, grad, True, True, *end)
         yield "linear_cost", (x, y, s, t, epsilon, *end)
@@ -106,9 +123,13 @@ CALLS = list(operator_calls())
 IDS = [f"{name}-{arguments[-3]}-{k}" for k, (name, arguments) in enumerate(CALLS)]
 
 
+def operation_of(name):
+    return next(getattr(module, name) for module in (torch_ops, implicit, envelope) if hasattr(module, name))
+
+
 @pytest.mark.parametrize(("name", "arguments"), CALLS, ids=IDS)
 def test_opcheck(name, arguments):
-    if not name.endswith("backward"):
+    if not name.endswith("backward") and name != "largest":
         arguments = [
             part.clone().requires_grad_() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
             for part in arguments
@@ -116,24 +137,54 @@ def test_opcheck(name, arguments):
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     if name in ("solve", "softmin"):
         utils += ("test_aot_dispatch_dynamic",)
-    torch.library.opcheck(getattr(torch_ops, name).custom, tuple(arguments), test_utils=utils)
+    torch.library.opcheck(operation_of(name).custom, tuple(arguments), test_utils=utils)
 
 
-@pytest.mark.parametrize("name", ["softmin", "solve", "apply", "linear_cost"])
+@pytest.mark.parametrize("name", ["softmin", "solve", "apply", "linear_cost", "moment", "adjoint", "optimum_backward"])
 def test_both_dresses_are_one_operation(name):
     """What tracers see computes what plain calls do."""
-    operation = getattr(torch_ops, name)
+    operation = operation_of(name)
     arguments = next(arguments for other, arguments in CALLS if other == name)
     plain, traced = operation(*arguments), operation.custom(*arguments)
     for one, other in zip(*((p if isinstance(p, tuple) else (p,)) for p in (plain, traced)), strict=True):
         assert torch.equal(one, other)
 
 
-def test_vmap():
-    x, y = normal(3, 6, 2), normal(3, 5, 2, seed=1)
-    with quiet():
-        found = torch.func.vmap(lambda x, y: solve(PointCloud(x, y), **OPTIONS).f)(x, y)
-    close(found, solve(PointCloud(x, y), **OPTIONS).f)
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit", "envelope"])
+def test_vmap(gradient):
+    """One batch of problems, from any axis, and each as it is alone."""
+    x, a, epsilon = normal(6, 2, 3), weights(3, 6), torch.tensor([0.8, 0.5, 2.0], dtype=torch.float64)
+    y = normal(5, 2, seed=1)
+    sizes = []
+
+    def value(x, a, epsilon):
+        return solve(PointCloud(x, y), a, **OPTIONS | {"epsilon": epsilon, "gradient": gradient}).value()
+
+    original = torch_ops.solver.make_operator
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # vmap would say that it goes one by one
+        patch.setattr(torch_ops.solver, "make_operator", lambda x, *rest: sizes.append(len(x)) or original(x, *rest))
+        found = torch.func.vmap(value, in_dims=(2, 0, 0))(x, a, epsilon)
+        by = torch.func.vmap(torch.func.grad(value, argnums=(0, 1, 2)), in_dims=(2, 0, 0))(x, a, epsilon)
+    assert set(sizes) == {3}
+    for k in range(3):
+        alone = x[:, :, k], a[k], epsilon[k]
+        close(found[k], value(*alone))
+        for ours, right in zip(by, torch.func.grad(value, argnums=(0, 1, 2))(*alone), strict=True):
+            close(ours[k], right)
+
+
+def test_vmap_of_softmin():
+    h = normal(3, 4, 5, seed=4)
+    found = torch.func.vmap(torch.func.vmap(lambda h: softmin(DenseCost(M), h, 0.5)))(h)
+    close(found, softmin(DenseCost(M), h, 0.5))
+
+
+def test_func_second_derivatives():
+    def value(x):
+        return solve(PointCloud(x, Y), **OPTIONS | {"tolerance": 1e-12, "gradient": "envelope"}).value()
+
+    close(torch.func.jacrev(torch.func.grad(value))(X), torch.autograd.functional.hessian(value, X))
 
 
 @functions
@@ -142,18 +193,6 @@ def test_func_grad(function, tensors):
     leaves = [t.clone().requires_grad_() for t in tensors]
     for ours, right in zip(found, torch.autograd.grad(function(*leaves), leaves[:2]), strict=True):
         close(ours, right)
-
-
-def test_func_vmap_of_grad():
-    x, y = normal(3, 6, 2), normal(3, 5, 2, seed=1)
-
-    def loss(x, y):
-        return solve(PointCloud(x, y), **OPTIONS).value()
-
-    with quiet():
-        found = torch.func.vmap(torch.func.grad(loss))(x, y)
-    for k in range(3):
-        close(found[k], torch.func.grad(loss)(x[k], y[k]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -257,7 +296,7 @@ def test_every_way_in_guards_the_device(monkeypatch, entry):
     operator = object.__new__(triton.Fused)
     operator.device, operator.batch = torch.device("cuda", 3), 1
     monkeypatch.setattr(triton, "on", on)
-    arguments = {"softmin": (B,), "iterate": (A, B, A, 1, 0.0, 1, "l1", lambda seen: None)}[entry]
+    arguments = {"softmin": (B,), "iterate": (A, B, A, 1, 0.0, 1, "l1", 1, lambda seen: None)}[entry]
     with pytest.raises(InterruptedError):
         getattr(operator, entry)(*arguments)
     cost = triton.Cost(torch.empty(1, 6, 3, device="meta"), torch.empty(1, 5, 3, device="meta"), None)

@@ -100,6 +100,31 @@ class PointCloud:
         """The points."""
         return (self.x, self.y)
 
+    @property
+    def T(self) -> PointCloud:  # noqa: N802 - the field's name for a transpose
+        """The same cost with rows and columns exchanged."""
+        labels = None if self.labels is None else self.labels[::-1]
+        table = None if self.table is None else self.table.swapaxes(-1, -2)
+        return PointCloud(self.y, self.x, self.metric, self.feature_weights, labels, table, self.label_weight)
+
+    @classmethod
+    def ragged(
+        cls, x: Any, y: Any, metric: str = "sqeuclidean", feature_weights: Any = None, labels: Any = None,
+        table: Any = None, label_weight: float = 1.0,
+    ) -> list[PointCloud]:  # fmt: skip
+        """One cost for each pair of clouds, of any sizes: lists of (n_k, d) and (m_k, d), or jagged nested tensors.
+
+        Labels are a pair of lists; feature weights and table hold for all. ``solve`` takes the list.
+        """
+        xs, ys = pieces(x, "x"), pieces(y, "y")
+        sides = ([None] * len(xs), [None] * len(ys)) if labels is None else [pieces(side, "labels") for side in labels]
+        if len({len(xs), len(ys), *(len(side) for side in sides)}) > 1:
+            counts = len(xs), len(ys), *(len(side) for side in sides)
+            raise ValueError(f"x, y and labels have {counts} entries; accepted are equally many")
+        pairs = ((one, two) if labels is not None else None for one, two in zip(*sides, strict=True))
+        rest = feature_weights, table, label_weight
+        return [cls(one, two, metric, rest[0], pair, *rest[1:]) for one, two, pair in zip(xs, ys, pairs, strict=True)]
+
     def dense(self) -> Any:
         """Return the cost as a matrix (..., n, m), from direct differences, differentiable."""
         if framework(self.x) == "jax":
@@ -154,6 +179,16 @@ class DenseCost:
         """The tensor that holds the cost."""
         return (self.M,)
 
+    @property
+    def T(self) -> DenseCost:  # noqa: N802
+        """The same cost with rows and columns exchanged."""
+        return DenseCost(self.M.swapaxes(-1, -2))
+
+    @classmethod
+    def ragged(cls, M: Any) -> list[DenseCost]:
+        """One cost for each matrix of a list, of any sizes (n_k, m_k). ``solve`` takes the list."""
+        return [cls(matrix) for matrix in pieces(M, "M")]
+
     def dense(self) -> Any:
         """Return the matrix itself."""
         return self.M
@@ -163,6 +198,15 @@ def _of_jax_arrays(cost: Any) -> None:
     from .jax_costs import settle
 
     settle(cost)
+
+
+def pieces(given: Any, name: str) -> list[Any]:
+    """The entries of a list, a tuple, or a jagged nested tensor."""
+    if getattr(given, "is_nested", False):
+        return list(given.unbind())
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{name} is a {type(given).__name__}; accepted is a list of arrays, or a jagged nested tensor")
+    return list(given)
 
 
 def floating(array: Any, name: str) -> Any:

@@ -158,3 +158,6 @@ def _refuse(ctx: Any, grad: Tensor) -> Any:
 
 
 held.derivative(_refuse)
+
+for operation in (optimum, optimum_backward, held):
+    operation.batched()

@@ -353,3 +353,6 @@ def _extension_grad(ctx: Any, grad: Tensor) -> Any:
 
 
 extension.derivative(_extension_grad, _extension_setup)
+
+for operation in (adjoint, fixed_point, fixed_point_backward, extension):
+    operation.batched()

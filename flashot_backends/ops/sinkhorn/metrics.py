@@ -7,7 +7,8 @@ run on the kernels of squared distances. All of it is plain torch, and different
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,17 +109,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def pairwise(x: Tensor, y: Tensor, metric: str) -> Tensor:
     """A kernel's cost as a matrix: x (..., n, d) and y (..., m, d) to (..., n, m), without the array of differences."""
-    return _summed((x[..., :, None, k] - y[..., None, :, k] for k in range(x.shape[-1])), metric, (x, y))
+    return summed((x[..., :, None, k] - y[..., None, :, k] for k in range(x.shape[-1])), metric, x.new_zeros(()))
 
 
-def pointwise(x: Tensor, y: Tensor, metric: str) -> Tensor:
-    """A kernel's cost of points that belong together: (..., d) and (..., d) to (...)."""
-    return _summed((x[..., k] - y[..., k] for k in range(x.shape[-1])), metric, (x, y))
-
-
-def _summed(differences: Any, metric: str, points: tuple[Tensor, Tensor]) -> Tensor:
+def summed(differences: Iterable[Tensor], metric: str, start: Tensor) -> Tensor:
+    """A kernel's cost, given the differences of every coordinate."""
     terms = (part.abs() if metric == "l1" else part.square() for part in differences)
-    total = sum(terms, start=points[0].new_zeros(()))
+    total = sum(terms, start=start)
     if metric != "euclidean":
         return total
     apart = total > 0

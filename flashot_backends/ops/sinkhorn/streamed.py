@@ -35,7 +35,7 @@ class StreamedOp:
         name = compute.__name__
         self.compute = compute
         self.custom = torch.library.custom_op(f"flashot::sinkhorn_{name}", mutates_args=())(compute)
-        self.function: Any = type(name, (torch.autograd.Function,), {"forward": staticmethod(compute)})
+        self.function: Any = type(name, (torch.autograd.Function,), {})
         general = {"forward": staticmethod(self.custom), "generate_vmap_rule": True}
         self.general: Any = type(name, (torch.autograd.Function,), general)
         self.__name__, self.__doc__ = name, compute.__doc__
@@ -52,12 +52,42 @@ class StreamedOp:
         """Say what shapes come out."""
         self.custom.register_fake(shapes)
 
+    def batched(self) -> None:
+        """Say that every tensor leads with the axis of problems: ``vmap`` then makes that axis longer."""
+        self.custom.register_vmap(self._fold)
+
+    def _fold(self, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size, folded = info.batch_size, []
+        for part, axis in zip(args, in_dims, strict=True):
+            if isinstance(part, Tensor):
+                part = part.expand(size, *part.shape) if axis is None else part.movedim(axis, 0)
+                part = part.flatten(0, 1)
+            folded.append(part)
+        found = self.custom(*folded)
+        outs = found if isinstance(found, tuple) else (found,)
+        shaped = tuple(out if _nothing(out) else out.unflatten(0, (size, -1)) for out in outs)
+        axes = tuple(None if _nothing(out) else 0 for out in outs)
+        return (shaped, axes) if isinstance(found, tuple) else (shaped[0], axes[0])
+
     def derivative(self, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
         """Say how gradients flow back, and what is kept for that."""
         self.custom.register_autograd(backward, setup_context=setup)
+        prepare = setup or (lambda ctx, inputs, output: None)
+
+        def forward(ctx: Any, *args: Any) -> Any:  # with ``setup_context`` torch inspects the signature at every call
+            output = self.compute(*args)
+            prepare(ctx, args, output)
+            return output
+
+        self.function.forward = staticmethod(forward)
+        self.general.setup_context = staticmethod(prepare)
         for function in (self.function, self.general):
             function.backward = staticmethod(backward)
-            function.setup_context = staticmethod(setup or (lambda ctx, inputs, output: None))
+
+
+def _nothing(tensor: Tensor) -> bool:
+    """Whether a tensor stands for no result."""
+    return tensor.shape == (0,)
 
 
 def cost_gradients(cost: tuple[Tensor, ...] | None, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:

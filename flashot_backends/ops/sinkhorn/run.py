@@ -1,0 +1,42 @@
+"""From a checked problem to its potentials, with the derivative that was asked for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from . import envelope, implicit, torch_ops
+from .problem import Problem
+from .solver import Control, State
+
+
+class Run(NamedTuple):
+    """How to solve: when to stop, which derivative and how exact, and the choice of kernels."""
+
+    control: Control
+    gradient: str
+    gradient_tolerance: float | None
+    precision: str
+    backend: str
+
+    def kernel(self, metric: str) -> tuple[str, str, str]:
+        """What every streamed operation is told of the kernel."""
+        return metric, self.precision, self.backend
+
+
+def run(problem: Problem, f: Tensor, how: Run) -> tuple[State, tuple[Tensor, Tensor] | None]:
+    """The outcome from row potentials f (B, n) on, and the potentials that values are differentiated through.
+
+    Those are None for unrolled derivatives, where the outcome's own serve.
+    """
+    offsets = (None, None) if problem.reach is None or problem.offsets is None else problem.offsets
+    tensors = (*problem[:5], f, problem.reach, *offsets)
+    kernel = how.kernel(problem.metric)
+    if how.gradient == "unrolled":
+        return State(*torch_ops.solve(*tensors, *how.control, *kernel)), None
+    detached = (None if part is None else part.detach() for part in tensors)
+    state = State(*torch_ops.solve(*detached, *how.control, *kernel))
+    fixed = implicit.attach(problem, state.f, state.g, how.gradient_tolerance, kernel)
+    shown = fixed if how.gradient == "implicit" else (envelope.held(fixed[0]), envelope.held(fixed[1]))
+    return state._replace(f=shown[0], g=shown[1]), fixed
