@@ -69,7 +69,7 @@ class Sweep(NamedTuple):
 class Rule(NamedTuple):
     """How potentials follow from their softmin: to the target t = damping · softmin + shift, and beyond it by ω.
 
-    The target is where the dual is largest by these potentials alone. Beyond it, new = t + (ω − 1)(t − old), but upwards
+    The target is where the dual is largest by these potentials alone. Beyond it, new = t + (ω − 1)(t − old), but up
     no further than t + ε log(1 + (t − old)/ε).
     """
 
@@ -103,8 +103,7 @@ def relaxed(old: Tensor, target: Tensor, omega: Tensor, epsilon: Tensor) -> Tens
     there: 1 − log(1 + t) ≤ e^−t. A penalty ρ KL of the marginal, ρ ≥ ε, adds a term that keeps both inequalities.
     """
     step = target - old
-    beyond = (omega - 1) * step
-    beyond = torch.where(step > 0, torch.minimum(beyond, epsilon * (step.clamp(min=0) / epsilon).log1p()), beyond)
+    beyond = torch.minimum((omega - 1) * step, epsilon * (step.clamp(min=0) / epsilon).log1p())
     return torch.where(step.isfinite(), target + beyond, target)
 
 

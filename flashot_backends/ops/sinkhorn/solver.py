@@ -54,7 +54,8 @@ class Control(NamedTuple):
     @property
     def relaxes(self) -> bool:
         """Whether updates are over-relaxed. A tolerance of 0 asks for a number of iterations: "auto" runs them plain."""
-        return self.acceleration in ("overrelaxation", "annealing") or (self.acceleration == "auto" and self.tolerance > 0)
+        asked = self.acceleration in ("overrelaxation", "annealing")
+        return asked or (self.acceleration == "auto" and self.tolerance > 0)
 
     @property
     def on_device(self) -> bool:
@@ -94,7 +95,13 @@ class State(NamedTuple):
 
 
 def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, precision: str, backend: str) -> Any:
-    """Have the kernel in charge prepare the costs."""
+    """Have the kernel in charge prepare the costs.
+
+    ``precision`` may name a dtype after a colon: that of costs that are held wider, for gradients to add up there.
+    """
+    precision, _, narrow = precision.partition(":")
+    if narrow:
+        x, y = (None if part is None else part.to(getattr(torch, narrow)) for part in (x, y))  # type: ignore[assignment]
     cost = Cost(x, y, None, metric) if y is not None else Cost(None, None, x)
     kind = "matrix" if y is None else "points"
     request = Request("torch", x.device.type, kind, x.dtype, metric, cost.size, 0 if y is None else x.shape[-1])
@@ -118,9 +125,7 @@ def iterate(
     duals = Duals(operator, log_weights(a), log_weights(b), penalty)
     loop = Loop(duals, b, torch.where(a > 0, f, 0.0), control)
     loop.anneal(_stages(operator, control))
-    while len(loop.active):
-        loop.step()
-    return loop.out
+    return loop.run()
 
 
 def _stages(operator: Any, control: Control) -> Tensor:
@@ -146,58 +151,75 @@ class Loop:
         self.out.stages.copy_(stages)
         for stage in range(int(stages.max()) if len(stages) else 0, 0, -1):
             index = (stages >= stage).nonzero()[:, 0].to(self.f.device)
-            f = self.f[index]
-            for _, f in stage_of_annealing(self.duals.select(index), f, stage, torch.ones_like(index, dtype=torch.bool)):
-                pass
-            self.f[index] = f
+            everybody = torch.ones_like(index, dtype=torch.bool)
+            found = [self.f[index]]
+            for _, after in stage_of_annealing(self.duals.select(index), found[0], stage, everybody):
+                found = [after]
+            self.f[index] = found[0]
+
+    def run(self) -> State:
+        """Iterate until nobody is left."""
+        if len(self.active):
+            self.g = self.duals.plain_columns(self.f)
+            self._plan_cycle()
+        while len(self.active):
+            self.step()
+        return self.out
 
     def step(self) -> None:
         """One iteration."""
-        if self.iteration == 0:
-            self.g = self.duals.plain_columns(self.f)
         self.iteration += 1
-        looked = acceleration.due(self.pace, self.iteration, self.limit)
-        if self.duals.penalty is not None and bool(looked.any()):
-            shift = self.duals.translation(self.f, self.g, looked)
+        looking = self.iteration == self.next_look
+        if looking and self.duals.penalty is not None:
+            shift = self.duals.translation(self.f, self.g, self._due(self.iteration))
             self.f, self.g = self.f + shift, self.g - shift
-        before, swept = self.f, self.duals.sweep(self.g, self.f, self._omega(0, looked))
+        before, swept = self.f, self.duals.sweep(self.g, self.f, self._omega(0))
         self.f, softmin = swept.f, swept.g
-        if bool(looked.any()):
-            softmin = self._look(looked, before, swept)
+        if looking:
+            softmin = softmin[self._look(self._due(self.iteration), before, swept)]
         if len(self.active):
-            self.g = self.duals.columns(self.g, softmin, self._omega(1, self._plain_columns()))
+            self.g = self.duals.columns(self.g, softmin, self._omega(1))
 
-    def _plain_columns(self) -> Tensor | None:
-        """Before a translation, columns follow from rows exactly, or else it leaves something of what it is to remove."""
-        translated = self.duals.penalty is not None
-        return acceleration.due(self.pace, self.iteration + 1, self.limit) if translated else None
+    def _due(self, iteration: int) -> Tensor:
+        return acceleration.due(self.pace, iteration, self.limit)
 
-    def _omega(self, later: int, plain: Tensor | None) -> Tensor | None:
-        """The factors (B, 1) of this iteration's row update (0) or column update (1), 1 in ``plain`` problems.
-
-        None where nothing is relaxed.
-        """
-        if not self.control.relaxes:
+    def _omega(self, later: int) -> Tensor | None:
+        """The factors (B, 1) of this iteration's row update (0) or column update (1); None where nothing is relaxed."""
+        if self.omegas is None:
             return None
-        half_step = 2 * (self.iteration - self.pace.last) + later
-        omega = acceleration.omega(self.pace.gap, self.pace.previous, half_step)
-        omega = omega if plain is None else torch.where(plain, 1.0, omega)
-        return omega[:, None].to(self.f.device, self.f.dtype)
+        place = 2 * (self.iteration - self.begun) + later - 1
+        return self.omegas[:, place : place + 1]
+
+    def _plan_cycle(self) -> None:
+        """When somebody is looked at next, and all factors until then: from the columns now to the rows there.
+
+        The rows of a look are plain. So are the columns before a translation, or else it would leave something of
+        what it is to remove.
+        """
+        pace, self.begun = self.pace, self.iteration
+        self.next_look = int(torch.minimum(pace.last + pace.cycle, self.limit).min())
+        self.omegas: Tensor | None = None
+        if not self.control.relaxes:
+            return
+        steps = 2 * (self.iteration - pace.last)[:, None] + torch.arange(1, 2 * (self.next_look - self.iteration) + 1)
+        omegas = acceleration.omega(pace.gap[:, None], pace.previous[:, None], steps)
+        omegas[self._due(self.next_look), -1 if self.duals.penalty is None else -2 :] = 1.0
+        self.omegas = omegas.to(self.f.device, self.f.dtype)
 
     def _look(self, looked: Tensor, before: Tensor, swept: Sweep) -> Tensor:
-        """Find the errors, let go who is done, and return the columns' softmin of the others."""
-        error, softmin = self._error(swept.ratio), swept.g
+        """Find the errors, let go who is done, and return who goes on."""
+        error = self._error(swept.ratio)
         seen = error.double().cpu()
         done = looked & ((seen < self.control.tolerance) | (self.limit == self.iteration))
         self._note(self.out.errors, looked, error)
+        keep = (~done).nonzero()[:, 0]
         if bool(done.any()):
             self._record(done, before, error)
-            keep = (~done).nonzero()[:, 0]
-            looked, seen, softmin = looked[keep], seen[keep], softmin[keep.to(softmin.device)]
             self._select(keep)
         if len(self.active):
-            self._next_cycle(looked, seen)
-        return softmin
+            self._learn(looked[keep], seen[keep])
+            self._plan_cycle()
+        return keep.to(self.f.device)
 
     def _error(self, ratio: Tensor) -> Tensor:
         penalty = self.duals.penalty
@@ -226,8 +248,8 @@ class Loop:
         if len(keep):
             self.duals = self.duals.select(index)
 
-    def _next_cycle(self, looked: Tensor, seen: Tensor) -> None:
-        """Learn from the errors seen."""
+    def _learn(self, looked: Tensor, seen: Tensor) -> None:
+        """Set the pace by the errors seen."""
         if self.control.relaxes:
             learnt = acceleration.learn(self.pace, seen, self.iteration, self.control.check_every, self.duals.floor())
         else:
