@@ -413,21 +413,25 @@ class Control(NamedTuple):
 class Strips:
     """Both updates of an iteration from one exponential a pair, where whole rows fit into a program's registers."""
 
-    LONGEST, THREADS, EACH = 16384, 512, 20  # columns at most, threads of a multiprocessor, columns a thread holds well
+    LONGEST = 16384  # columns
     FEWEST = 16  # rows for each multiprocessor
+    THREADS = 512  # of a multiprocessor, so that each may use 128 registers
+    # Rows of a strip, warps of a program, and whether the next strip is fetched ahead.
+    SHAPES = {MATRIX: (1, 16, True), FMA: (2, 16, False)}
 
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared
         prepared, rows, columns = op.prepared, op.prepared.rows, op.prepared.columns
-        length = columns.length
-        self.first = max(512, 1 << (length.bit_length() - 1))
-        self.second = max(512, 1 << (max(1, length - self.first) - 1).bit_length())
-        self.rows = 1 if prepared.kind == MATRIX else 2
-        self.warps = next(w for w in (4, 8, 16) if w == 16 or self.first + self.second <= w * 32 * self.EACH)
-        strips = -(-rows.length // self.rows)
-        self.programs = max(1, min(strips, processors(op.device) * (self.THREADS // 32 // self.warps) // op.batch))
+        self.rows, self.warps, self.ahead = self.SHAPES[prepared.kind]
+        while columns.length <= 128 * self.warps * 2 and self.warps > 4:
+            self.warps //= 2
+        pieces = -(-columns.length // (128 * self.warps))
+        self.first = 1 << (pieces.bit_length() - 1)
+        self.second = 1 << (max(1, pieces - self.first) - 1).bit_length()
+        strips, places = -(-rows.length // self.rows), processors(op.device) * (self.THREADS // 32 // self.warps)
+        self.programs = max(1, min(strips, places // op.batch))
         self.parts = op.new(op.batch * self.programs * columns.blocks * PAD)
-        numbers = (prepared.batch_stride, rows.stride, length)
+        numbers = (prepared.batch_stride, rows.stride, columns.length)
         self.align = 8 if prepared.kind == MATRIX and not any(number % 8 for number in numbers) else 1
         self.batch_stride, self.stride, self.length = (number // self.align for number in numbers)
 
@@ -456,7 +460,8 @@ class Strips:
         constants = (*op.constants[:2], self.align)
         first = Launch(
             strip, self.programs * op.batch, (*tensors, 0, most, *sizes),
-            (*constants, self.rows, self.first, self.second), options, prepared.variant, at=len(tensors),
+            (*constants, self.rows, self.first, self.second, 128 * self.warps, self.ahead), options, prepared.variant,
+            at=len(tensors),
         )  # fmt: skip
         blocks_of_columns = -(-columns.length // 32)
         tensors = (

@@ -742,7 +742,7 @@ def update(
 def strip_axis(acc, x, k1, cols, padded, K: tl.constexpr, D: tl.constexpr):
     """acc − (x_k − y_k)², nothing beyond the last coordinate."""
     if K < D:
-        apart = x[:, None] - tl.load(k1 + K * padded + cols, mask=cols < padded, other=0.0)
+        apart = x[:, None, None] - tl.load(k1 + K * padded + cols, mask=cols < padded, other=0.0)
         acc = acc - apart * apart
     return acc
 
@@ -752,7 +752,7 @@ def strip_scores(
     held, x0, x1, x2, x3, x4, x5, x6, x7, bias, u, k1, cols, padded, slope, KIND: tl.constexpr, D: tl.constexpr
 ):
     """S + bias + u of some whole rows: of costs that were fetched before (MATRIX), or from coordinates (FMA)."""
-    t = tl.load(bias + cols, mask=cols < padded, other=float("-inf")) + u[:, None]
+    t = tl.load(bias + cols, mask=cols < padded, other=float("-inf")) + u[:, None, None]
     if KIND == MATRIX:
         t = held.to(tl.float32) * slope + t
     else:
@@ -771,7 +771,7 @@ def strip_scores(
 def strip_costs(q1, rows, cols, step, m, KIND: tl.constexpr):
     """Costs of some whole rows, where there are any."""
     if KIND == MATRIX:
-        where = rows[:, None].to(tl.int64) * step + cols
+        where = rows[:, None, None].to(tl.int64) * step + cols
         held = tl.load(q1 + where, mask=cols < m, other=0.0, eviction_policy="evict_first")
     else:
         held = 0.0
@@ -806,7 +806,7 @@ def strip(
     ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
+    SECOND: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # of a matrix, batch, stride and m are counted in ALIGN
     """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
 
@@ -833,20 +833,26 @@ def strip(
     cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
     factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 0)
     step = stride * ALIGN
-    cols = tl.arange(0, FIRST)[None, :]
-    more = FIRST + tl.arange(0, SECOND)[None, :]
-    share, rest = tl.zeros([1, FIRST], tl.float32), tl.zeros([1, SECOND], tl.float32)
+    across = tl.arange(0, WIDE)[None, None, :]
+    cols = tl.arange(0, FIRST)[None, :, None] * WIDE + across
+    more = (FIRST + tl.arange(0, SECOND)[None, :, None]) * WIDE + across
+    share, rest = tl.zeros([1, FIRST, WIDE], tl.float32), tl.zeros([1, SECOND, WIDE], tl.float32)
     lanes = tl.arange(0, BLOCK_M)
     rows = tl.minimum(program * BLOCK_M + lanes, n - 1)
-    held = strip_costs(q1, rows, cols, step, m, KIND)
-    held2 = strip_costs(q1, rows, more, step, m, KIND)
+    if AHEAD:
+        held = strip_costs(q1, rows, cols, step, m, KIND)
+        held2 = strip_costs(q1, rows, more, step, m, KIND)
     for start in tl.range(program * BLOCK_M, n, programs * BLOCK_M, num_stages=1):
         rows = start + lanes
         inside = rows < n
         rows = tl.minimum(rows, n - 1)
-        following = tl.minimum(start + programs * BLOCK_M + lanes, n - 1)
-        coming = strip_costs(q1, following, cols, step, m, KIND)
-        coming2 = strip_costs(q1, following, more, step, m, KIND)
+        if AHEAD:
+            following = tl.minimum(start + programs * BLOCK_M + lanes, n - 1)
+            coming = strip_costs(q1, following, cols, step, m, KIND)
+            coming2 = strip_costs(q1, following, more, step, m, KIND)
+        else:
+            held = strip_costs(q1, rows, cols, step, m, KIND)
+            held2 = strip_costs(q1, rows, more, step, m, KIND)
         x0 = coordinate(q1, rows, pad_q, 0, D if KIND == FMA else 0)
         x1 = coordinate(q1, rows, pad_q, 1, D if KIND == FMA else 0)
         x2 = coordinate(q1, rows, pad_q, 2, D if KIND == FMA else 0)
@@ -858,7 +864,7 @@ def strip(
         before = tl.load(u + rows)
         e = tl.exp2(strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, cols, pad_k, slope, KIND, D))
         e2 = tl.exp2(strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, more, pad_k, slope, KIND, D))
-        total = tl.sum(e, 1) + tl.sum(e2, 1)
+        total = tl.sum(tl.sum(e, 1) + tl.sum(e2, 1), 1)
         pivot = -before
         sound = (total > TINY) & (total < HUGE)
         if tl.min(sound.to(tl.int32), 0) == 0:
@@ -867,18 +873,19 @@ def strip(
             held2 = strip_costs(q1, rows, more, step, m, KIND)
             t = strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, cols, pad_k, slope, KIND, D)
             t2 = strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, more, pad_k, slope, KIND, D)
-            top = tl.maximum(tl.max(t, 1), tl.max(t2, 1))
+            top = tl.max(tl.maximum(tl.max(t, 1), tl.max(t2, 1)), 1)
             pivot = tl.where(top == float("-inf"), 0.0, top)
-            e, e2 = tl.exp2(t - pivot[:, None]), tl.exp2(t2 - pivot[:, None])
-            total = tl.sum(e, 1) + tl.sum(e2, 1)
+            e, e2 = tl.exp2(t - pivot[:, None, None]), tl.exp2(t2 - pivot[:, None, None])
+            total = tl.sum(tl.sum(e, 1) + tl.sum(e2, 1), 1)
         weight = tl.load(log_weight + rows)
         after = relaxed(before, -(pivot + tl.log2(total)), factor, weight)
         mass = tl.where(inside & (total > 0) & (weight > float("-inf")), tl.exp2(weight + after + pivot), 0.0)
-        share += tl.sum(e * mass[:, None], 0)[None, :]
-        rest += tl.sum(e2 * mass[:, None], 0)[None, :]
+        share += tl.sum(e * mass[:, None, None], 0)[None, :, :]
+        rest += tl.sum(e2 * mass[:, None, None], 0)[None, :, :]
         tl.store(u_out + rows, after, mask=inside)
         tl.store(bias_out + rows, tl.where(weight == float("-inf"), weight, after + weight), mask=inside)
-        held, held2 = coming, coming2
+        if AHEAD:
+            held, held2 = coming, coming2
     parts += (b * programs + program) * pad_k
     tl.store(parts + cols, share, mask=cols < pad_k)
     tl.store(parts + more, rest, mask=more < pad_k)
