@@ -91,10 +91,13 @@ def prepare(pairs: Pairs) -> Laid:
     count = pairs.problems
     x, x_unit = _parts(pairs.x, count)
     y, y_unit = _parts(pairs.y, count)
-    ids = (None if side is None else _tokens(side, off) for side, off in ((pairs.x_ids, -1), (pairs.y_ids, -2)))
+    x_ids, y_ids = (
+        None if side is None else _tokens(side, off) for side, off in ((pairs.x_ids, -1), (pairs.y_ids, -2))
+    )
     scale = pairs.scale * LOG2E if x_unit is None else pairs.scale * LOG2E * x_unit * y_unit
-    sizes = pairs.rows, pairs.columns, pairs.x.shape[-1], pairs.window
-    return Laid(x, y, x_unit, y_unit, scale, *ids, *sizes, pairs.packed and pairs.x_ids is not None)
+    packed = pairs.packed and pairs.x_ids is not None
+    sizes = pairs.rows, pairs.columns, pairs.x.shape[-1]
+    return Laid(x, y, x_unit, y_unit, scale, x_ids, y_ids, *sizes, pairs.window, packed)
 
 
 def lse(laid: Laid, w: jax.Array) -> jax.Array:
@@ -145,8 +148,8 @@ def pull(laid: Laid, u, w, left, right, x_terms, y_terms) -> jax.Array:
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(array: jax.Array, problems: int) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Padded parts (P or fewer, padded, D) and, for float32, their unit (P,)."""
+def _parts(array: jax.Array, problems: int) -> tuple[tuple[jax.Array, ...], Any]:
+    """Padded parts (P or fewer, padded, D) and, for float32, their unit (P,); else None."""
     padded = _tokens(array, 0, 1)
     padded = jnp.pad(padded, [(0, 0), (0, 0), (0, _power(array.shape[2]) - array.shape[2])])
     if array.dtype != jnp.float32:
@@ -200,7 +203,7 @@ def _score_tile(shape: _Shape, rows, columns, scalars, tile):
     scores = _multiply(rows["features"], y, 1) * scalars["scale"]
     scores = scores + (_column_potential(shape, columns, tile)[None, :] + rows["around"][:, None])
     if shape.window is not None:
-        scores = _in_band(shape, rows["first"] - tile * shape.width, scores)
+        scores = _in_band(shape.window, rows["first"] - tile * shape.width, scores)
     if shape.packed:
         scores = jnp.where(rows["ids"][:, None] == columns["ids"][_tile(shape, tile)][None, :], scores, -jnp.inf)
     return scores, y
@@ -213,16 +216,17 @@ def _column_potential(shape: _Shape, columns, tile):
     return jnp.where(columns["ids"][_tile(shape, tile)] >= 0, w, -jnp.inf)
 
 
-def _in_band(shape: _Shape, offset, scores):
+def _in_band(window: int, offset, scores):
     """−inf where |i − j| > window; offset: i − j of the first pair. Tiles well inside the band are left alone."""
+    height, width = scores.shape
 
     def edge(scores):
-        i = offset + shape.window + lax.broadcasted_iota(jnp.int32, (shape.height, 1), 0)
-        j = lax.broadcasted_iota(jnp.int32, (1, shape.width), 1)
-        inside = lax.convert_element_type(i - j, jnp.uint32) <= 2 * shape.window  # what is below 0 becomes large
+        i = offset + window + lax.broadcasted_iota(jnp.int32, (height, 1), 0)
+        j = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+        inside = lax.convert_element_type(i - j, jnp.uint32) <= 2 * window  # what is below 0 becomes large
         return jnp.where(inside, scores, -jnp.inf)
 
-    inner = (offset + shape.height - 1 <= shape.window) & (offset - shape.width + 1 >= -shape.window)
+    inner = (offset + height - 1 <= window) & (offset - width + 1 >= -window)
     return lax.cond(inner, lambda scores: scores, edge, scores)
 
 

@@ -145,12 +145,12 @@ def _foldable(function):
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _best(rows, columns, bias, owned, record, interpreted):
     """(B, D, padded rows) float32, and int32 places or None. rows: parts (B, padded, d); columns: (B·D, padded, d)."""
-    found = _foldable(lambda *arrays: _best_call(*arrays, owned, record, interpreted))(rows, columns, bias)
+    found = _foldable(functools.partial(_best_call, owned, record, interpreted))(rows, columns, bias)
     value, *places = [part.reshape(-1, owned, part.shape[1]) for part in found]
     return value, places[0] if record else None
 
 
-def _best_call(rows, columns, bias, owned, record, interpreted):
+def _best_call(owned, record, interpreted, rows, columns, bias):
     groups, padded, features = rows[0].shape
     length = columns[0].shape[1]
     height, width = min(ROWS, padded), min(TOKENS, length)
@@ -200,11 +200,11 @@ def _owned(rows, winners, high, low, length, interpreted):
     """Σ over the query tokens that chose document token j of (high + low) · token, (B, D, length, d) in float32."""
     owned = winners.shape[1]
     choices = [part.reshape(-1, part.shape[2]) for part in (winners, high, low)]
-    found = _foldable(lambda *arrays: _owned_call(*arrays, owned, length, interpreted))(rows, choices)
+    found = _foldable(functools.partial(_owned_call, owned, length, interpreted))(rows, choices)
     return found.reshape(-1, owned, *found.shape[1:])
 
 
-def _owned_call(rows, choices, owned, length, interpreted):
+def _owned_call(owned, length, interpreted, rows, choices):
     groups, padded, features = rows[0].shape
     height, width = min(64, padded), min(TOKENS, length)
     tiles = length // width  # programs count these first, then documents, then groups

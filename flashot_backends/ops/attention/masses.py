@@ -68,8 +68,8 @@ def active_tokens(kernel, pairs: Pairs, dustbin: bool):
         return None
     if dustbin and pairs.mask is not None:
         return tuple(spread(pairs.mask.any(axis), pairs.problems) for axis in (-1, -2))
-    if pairs.mask is None and not pairs.packed:
-        return _within_reach(pairs), _within_reach(pairs.T)
+    if pairs.mask is None and not pairs.packed and pairs.window is not None:
+        return _within_reach(pairs, pairs.window), _within_reach(pairs.T, pairs.window)
     still = kernel.prepare(lax.stop_gradient(pairs))
     zeros = (jnp.zeros((pairs.problems, size), pairs.scale.dtype) for size in (pairs.columns, pairs.rows))
     return tuple(kernel.lse(side, zero) > -jnp.inf for side, zero in zip((still, still.T), zeros, strict=True))
@@ -79,7 +79,7 @@ def _band_reaches_all(pairs: Pairs) -> bool:
     return pairs.window is None or (pairs.rows == pairs.columns and pairs.x_ids is None)
 
 
-def _within_reach(pairs: Pairs):
+def _within_reach(pairs: Pairs, window: int):
     """Rows that are no padding and have a column in their band that is none, bool (P, n): a running count tells."""
     x, y = (
         jnp.ones((pairs.problems, size), bool) if ids is None else ids >= 0
@@ -87,7 +87,7 @@ def _within_reach(pairs: Pairs):
     )
     seen = jnp.pad(jnp.cumsum(y, 1), ((0, 0), (1, 0)))
     rows = jnp.arange(pairs.rows)
-    start, stop = (jnp.clip(rows + shift, 0, pairs.columns) for shift in (-pairs.window, pairs.window + 1))
+    start, stop = (jnp.clip(rows + shift, 0, pairs.columns) for shift in (-window, window + 1))
     return x & (seen[:, stop] > seen[:, start])
 
 

@@ -44,7 +44,8 @@ def maxsim(
     if normalize:
         queries, documents = _unit(queries), _unit(documents)
     masks = form.grouped(queries_mask, documents_mask)
-    tokens = Tokens(*form.grouped(queries, documents), *masks, form.grouped(None, floors)[1])
+    queries, documents = form.grouped(queries, documents)
+    tokens = Tokens(queries, documents, masks[0], masks[1], form.grouped(None, floors)[1])
     scores = _score(_kernel(tokens, backend), masked, tokens)
     scores = form.shaped(scores / _counts(tokens)[:, None, :] if mean else scores)
     return scores if counts is None else [scores[i, :count] for i, count in enumerate(counts)]
@@ -115,9 +116,9 @@ def _filled(groups, masks):
     flat = [item for group in groups for item in group]
     size = len(groups), max(map(len, groups)), max(len(item) for item in flat)
     traced = any(isinstance(item, jax.core.Tracer) for item in flat)
-    tokens = jnp.zeros((*size, flat[0].shape[1]), flat[0].dtype)
+    tokens: Any = jnp.zeros((*size, flat[0].shape[1]), flat[0].dtype)
     tokens = tokens if traced else np.array(tokens)
-    keep = np.zeros(size, bool)
+    keep: Any = np.zeros(size, bool)
     for i, group in enumerate(groups):
         for j, item in enumerate(group):
             at = (i, j, slice(len(item)))
@@ -274,11 +275,11 @@ def _backward_rule(kernel, masked, residuals, gradient):
     tokens, winners = residuals
     queries = _without(tokens.queries, tokens.queries_mask)  # padding may hold anything, and 0 · inf is no number
     documents = _without(tokens.documents, tokens.documents_mask)
-    if winners.size and tokens.documents.size:
-        found = kernel.backward(queries, documents, winners, gradient)
+    if winners.size and documents.size:
+        queries, documents = kernel.backward(queries, documents, winners, gradient)
     else:
-        found = jnp.zeros_like(tokens.queries), jnp.zeros_like(tokens.documents)
-    return (Tokens(*found, None, None, None),)
+        queries, documents = jnp.zeros_like(queries), jnp.zeros_like(documents)
+    return (Tokens(queries, documents, None, None, None),)
 
 
 _score.defvjp(_forward_rule, _backward_rule)
