@@ -203,7 +203,7 @@ def _pass_over(operation: str, rest: list[_Candidate], reason: str, strict: bool
 
 
 def _say_chosen(operation: str, name: str, request: Any) -> None:
-    if (operation, name, request.array, request.device) not in _said:
+    if logger.isEnabledFor(logging.INFO):
         _say(operation, name, request.array, request.device, line=f"{operation}: running on {name} ({request.device})")
 
 

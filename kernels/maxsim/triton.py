@@ -180,7 +180,7 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents):
     tiles_q = -(-problem.longest_query // constants["BS"])
     queries, documents = query_count(problem), document_count(problem)
     items = documents * tiles_d * chunks * for_documents
-    programs_d = min(items, constants.pop("PROGRAMS") * tuning.processors(problem.queries.device))
+    programs_d = _owners_of_tiles(items, constants.pop("PROGRAMS") * tuning.processors(problem.queries.device))
     strides = (0, gradient.stride(0)) if problem.set_size else gradient.stride()
     tiles = max(tiles_d, 1), max(tiles_q, 1)
     return Plan(
@@ -191,6 +191,11 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents):
         ring=(programs_d, 2 * constants["SCAN"]),
         index=torch.int32 if queries * problem.longest_query * constants["BT"] < 2**31 else torch.int64,
     )
+
+
+def _owners_of_tiles(items, most):
+    """Programs that own document tiles: one for each, or half as many as may be, which keeps the rings small."""
+    return items if items <= most else -(-items // -(-2 * items // most))
 
 
 def _backward_constants(problem, winners):
