@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import triton
+from . import far, triton
 from .launch import INTERPRETED, Shape, compile_together, launch, launch_shape, processors, splits_for
 from .operator import Cost
 from .triton import DOT, FMA, LOG2E, PAD, PRODUCT_OPTIONS, on
@@ -108,8 +108,12 @@ def _descended(clouds: Clouds, task: Task) -> Descent:
     if descent.small:
         descent.all_but_last()
     else:
+        fields = far.fields(clouds.x, clouds.y) if task.p == 2 else []
         for k in task.shown(range(len(task.steps) - 1)):
-            descent.step(k)
+            if fields and descent.far_pays(fields, k):
+                descent.far_step(fields, k)
+            else:
+                descent.step(k)
     descent.last()
     return descent
 
@@ -346,6 +350,35 @@ class Descent:
         """All softmins of a step."""
         self._launch(k, False, 1, 1)
         self.turn = 1 - self.turn
+
+    def far_pays(self, fields: list[far.Field], k: int) -> bool:
+        """Whether all problems are better served by sums over cells."""
+        settings = self.task.steps[k]
+        return all(field.pays(settings[b * self.listed][0]) for b, field in enumerate(fields))
+
+    def far_step(self, fields: list[far.Field], k: int) -> None:
+        """All softmins of a step from sums over cells."""
+        layout, offset = self.layout, self.layout.blocks_x * PAD
+        for b, field in enumerate(fields):
+            epsilon, damping, keep = self.task.steps[k][b * self.listed]
+            next_bits = self.numbers[k][b * self.listed][4]
+            (before, after), (bias, following) = (self._states(buffer, b) for buffer in (self.potentials, self.biases))
+            x, y = slice(layout.n), slice(offset, offset + layout.m)
+            places = ((0, x), (0, y), (1, x), (1, y))[: 4 if layout.debias else 2]
+            biases = tuple(bias[row][part] * LN_2 for row, part in ((0, y), (0, x), (1, x), (1, y)))
+            found = field.softmins(epsilon, biases[: len(places)])
+            for (row, part), softmin in zip(places, found, strict=True):
+                old = before[row][part]
+                new = torch.lerp((damping * softmin).float(), old, keep) if keep < 1 else old
+                after[row][part] = new
+                log_weight = self.logs[b * layout.rows :][part]
+                following[row][part] = torch.where(log_weight.isinf(), log_weight, log_weight + new * next_bits)
+        self.turn = 1 - self.turn
+
+    def _states(self, buffer: Tensor, b: int) -> tuple[Tensor, Tensor]:
+        """One problem's part (2, rows) of the present state and of the next one."""
+        present = buffer.view(2, self.layout.batch, 2, self.layout.rows)[:, b]
+        return present[self.turn], present[1 - self.turn]
 
     def last(self) -> None:
         """The last step, with slopes where they are wanted."""

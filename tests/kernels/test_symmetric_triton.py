@@ -11,7 +11,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a card, or TRITON_INTERPRET=1 (see test_interpreted.py)", allow_module_level=True)
 
 from flashot_backends import dispatch  # noqa: E402
-from flashot_backends.kernels.sinkhorn import triton_symmetric  # noqa: E402
+from flashot_backends.kernels.sinkhorn import far, triton_symmetric  # noqa: E402
 from flashot_backends.ops.divergence import KERNELS, kernel_norm, sinkhorn_divergence, sinkhorn_potentials  # noqa: E402
 from flashot_backends.plugins import KernelSpec  # noqa: E402
 
@@ -85,6 +85,19 @@ def test_dimensions(d, p):
 def test_a_launch_for_each_step(monkeypatch, p, reach, debias, wanted):
     monkeypatch.setattr(triton_symmetric, "SMALL", 0)
     check(problem(9, 12, batch=(2,)), p=p, reach=reach, debias=debias, wanted=wanted, diameter=[1.0, 4.0])
+
+
+def test_large_temperatures_from_sums_over_cells(monkeypatch):
+    taken, softmins = [], far.softmins
+    monkeypatch.setattr(triton_symmetric, "SMALL", 0)
+    monkeypatch.setitem(far.COSTS, DEVICE, far.Costs(1.0, 1e-9, 1e-9, 1e-9))
+    monkeypatch.setattr(far, "softmins", lambda *given: (taken.append(given), softmins(*given))[1])
+    x, y, a, b = problem(40, 30, batch=(2,))
+    options = {"reach": 0.4, "diameter": [1.5, 4.0], "scaling": 0.3}
+    ours = run(NAME, torch.float32, (x, y, a, b), **options)
+    assert len(taken) > 4
+    for found, exact in zip(ours, run("torch", torch.float64, (x, y, a, b), **options), strict=True):
+        assert distance(found, exact, False) < 3e-6
 
 
 @pytest.mark.parametrize("wanted", ["x", "y", ""])

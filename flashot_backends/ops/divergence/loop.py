@@ -7,10 +7,13 @@ for unbalanced optimal transport", 2019, for the damping. Everything runs in the
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flashot_backends.kernels.sinkhorn import far
 
 from ... import dispatch
 from ...config import settings as session
@@ -56,10 +59,11 @@ def anneal(
     steps = descent(settings, x, y)
     logs = log_weights(a), log_weights(b)
     costs = _costs(x, y, steps[0].epsilon * settings.unit, settings, precision, backend)
-    duals = _start(costs, logs, steps[0])
+    fields = far.fields(x, y) if settings.p == 2 else []
+    duals = _start(costs, logs, steps[0], fields)
     for step in _shown(steps, settings):
         costs = costs.at(step.epsilon * settings.unit)
-        duals = averaged(costs, logs, duals, step)
+        duals = averaged(costs, logs, duals, step, fields)
     return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
 
 
@@ -137,20 +141,49 @@ def _costs(x: Tensor, y: Tensor, epsilon: Tensor, settings: Settings, precision:
     return Costs(cross, make_operator(x, x, *how), make_operator(y, y, *how))
 
 
-def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step) -> Duals:
+def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step, fields: list[far.Field]) -> Duals:
     log_a, log_b = logs
+    if (found := _from_afar(fields, costs, logs, None, step)) is not None:
+        return Duals(*(_damped(potential, step) for potential in found))
     f, g = costs.cross.softmin(log_b), costs.cross.T.softmin(log_a)
     own = (costs.xx.softmin(log_a), costs.yy.softmin(log_b)) if costs.xx is not None else (None, None)
     return Duals(*(_damped(potential, step) for potential in (f, g, *own)))
 
 
-def averaged(costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step) -> Duals:
+def averaged(
+    costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step, fields: Sequence[far.Field] = ()
+) -> Duals:
     """Halfway between the potentials and those that follow from them."""
     log_a, log_b = logs
-    new = [*costs.cross.both(log_a, log_b, duals.f, duals.g), None, None]
-    if costs.xx is not None:
-        new[2:] = costs.xx.with_itself(log_a, duals.own_f), costs.yy.with_itself(log_b, duals.own_g)
+    new: Any = _from_afar(fields, costs, logs, duals, step)
+    if new is None:
+        new = [*costs.cross.both(log_a, log_b, duals.f, duals.g), None, None]
+        if costs.xx is not None:
+            new[2:] = costs.xx.with_itself(log_a, duals.own_f), costs.yy.with_itself(log_b, duals.own_g)
     return Duals(*(_halfway(old, _damped(potential, step), step) for old, potential in zip(duals, new, strict=True)))
+
+
+def _from_afar(
+    fields: Sequence[far.Field], costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals | None, step: Step
+) -> list[Tensor | None] | None:
+    """The four potentials that follow, from sums over cells of points where that is quicker, else None.
+
+    They count |x − y|²/2, the operators twice as much.
+    """
+    epsilons = step.epsilon.tolist() if fields else []
+    if not fields or not all(field.pays(epsilon) for field, epsilon in zip(fields, epsilons, strict=True)):
+        return None
+    weights = (logs[1], logs[0], *(logs if costs.xx is not None else ()))
+    biases = weights
+    if duals is not None:
+        potentials = duals.g, duals.f, duals.own_f, duals.own_g
+        biases = tuple(w + f / costs.cross.epsilon[:, None] for w, f in zip(weights, potentials, strict=False))  # type: ignore[operator]
+    each = [
+        field.softmins(epsilon, tuple(h[b] for h in biases))
+        for b, (field, epsilon) in enumerate(zip(fields, epsilons, strict=True))
+    ]
+    found: list[Tensor | None] = [(2 * torch.stack(part)).to(logs[0].dtype) for part in zip(*each, strict=True)]
+    return found + [None] * (4 - len(found))
 
 
 def _damped(potential: Tensor | None, step: Step) -> Tensor | None:

@@ -1,0 +1,221 @@
+"""Softmins of squared distances at large temperatures, in time linear in the points: a fast Gauss transform.
+
+Points are sorted into the cells of a grid. For x = c + σu and y = c' + σv with σ² = ε and D = (c − c')/σ,
+
+    exp(−|x − y|²/2ε) = exp(−|D|²/2 − D·u − |u|²/2) exp(D·v − |v|²/2) exp(u·v),
+
+and exp(u·v) is a short sum Σ_α u^α v^α/α! where cells are no wider than the blur, so that |u|, |v| ≤ 1. What a sum up
+to degree p leaves out of a pair's term is at most e^(2r) r^(p+1)/(p+1)! of the term itself, r = max |u||v|: as all
+terms are positive, the same bound holds for their sum, and ε times it for the softmin. (Greengard and Strain, "The fast
+Gauss transform", 1991, bound errors absolutely; around cells of both clouds it can be done relatively.) In float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 2e-7  # relative to a sum: no more than float32 rounds
+MOST_DIMENSIONS = 3
+MOST_CELLS = 125  # of one cloud: their moments as seen from each other take up to 150 MB
+ROWS = 1 << 13  # points whose monomials are held at once on a CPU, in its caches
+ROWS_DEVICE = 1 << 16
+
+
+class Costs(NamedTuple):
+    """Seconds, roughly, for choosing: a pair in a pass over all; a cell; a point, and its share in a cell of others."""
+
+    pair: float
+    cell: float
+    point: float
+    share: float
+
+
+# As measured: blocks on two cores, Triton kernels on one H200.
+COSTS = {"cpu": Costs(5e-10, 4e-4, 6e-7, 1.2e-8), "cuda": Costs(6e-13, 2e-4, 1e-8, 1e-10)}
+
+
+class Field(NamedTuple):
+    """Two clouds (n, d) and (m, d), and the box around both."""
+
+    x: Tensor
+    y: Tensor
+    low: list[float]
+    high: list[float]
+
+    def pays(self, epsilon: float) -> bool:
+        """Whether this way is clearly quicker than a pass over all pairs."""
+        count = math.prod(cells_across(self.low, self.high, epsilon))
+        return count <= MOST_CELLS and 1.5 * _seconds(len(self.x), len(self.y), count, self.x.device.type) < _dense(
+            len(self.x), len(self.y), self.x.device.type
+        )
+
+    def softmins(self, epsilon: float, biases: Sequence[Tensor]) -> list[Tensor]:
+        """Softmins of x by y, of y by x, and where asked for of x by x and of y by y, from the columns' biases h."""
+        return softmins(
+            [into_cells(points, self.low, self.high, epsilon) for points in (self.x, self.y)], biases, epsilon
+        )
+
+
+def _seconds(n: int, m: int, cells: int, device: str) -> float:
+    costs = COSTS.get(device, COSTS["cuda"])
+    return 2 * cells * costs.cell + (n + m) * (costs.point + cells * costs.share)
+
+
+def _dense(n: int, m: int, device: str) -> float:
+    return n * m * COSTS.get(device, COSTS["cuda"]).pair
+
+
+def fields(x: Tensor, y: Tensor) -> list[Field]:
+    """One for each problem of a batch (B, n, d) and (B, m, d), or none where this way can never pay.
+
+    It is as right as float32 is, so points in float64 are left to others. Waits for the device.
+    """
+    size = x.shape[1], y.shape[1], x.device.type
+    if (
+        x.dtype == torch.float64
+        or not 0 < x.shape[-1] <= MOST_DIMENSIONS
+        or _dense(*size) < _seconds(*size[:2], 1, size[2])
+    ):
+        return []
+    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return []
+    (low_x, high_x), (low_y, high_y) = torch.aminmax(x, dim=1), torch.aminmax(y, dim=1)
+    low, high = torch.minimum(low_x, low_y).tolist(), torch.maximum(high_x, high_y).tolist()
+    if not all(math.isfinite(number) for corner in (*low, *high) for number in corner):
+        return []
+    return [Field(*each) for each in zip(x, y, low, high, strict=True)]
+
+
+class Cells(NamedTuple):
+    """One cloud in the cells of a grid, in units of the blur: points u (d, n) sorted by cell, and their order (n,)."""
+
+    order: Tensor
+    u: Tensor
+    centres: Tensor  # (C, d), of the cells that hold points
+    counts: list[int]
+    half_diagonal: float  # no |u| is larger
+
+    @property
+    def slices(self) -> list[slice]:
+        """The points of each cell."""
+        ends = list(itertools.accumulate(self.counts))
+        return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+
+
+def cells_across(low: list[float], high: list[float], epsilon: float) -> list[int]:
+    """Into how many cells a grid cuts each side of a box, so that no point is further than the blur from its centre."""
+    side = 2 * math.sqrt(epsilon / len(low))
+    return [max(1, math.ceil((top - bottom) / side)) for bottom, top in zip(low, high, strict=True)]
+
+
+def into_cells(points: Tensor, low: list[float], high: list[float], epsilon: float) -> Cells:
+    """Sort a cloud (n, d) that lies in a box."""
+    sigma, across = math.sqrt(epsilon), cells_across(low, high, epsilon)
+    bottom = torch.tensor(low, dtype=torch.float64, device=points.device)
+    sides = [max(top - base, 1e-300) / count for base, top, count in zip(low, high, across, strict=True)]
+    side = torch.tensor(sides, dtype=torch.float64, device=points.device)
+    place = ((points.double() - bottom) / side).floor_()
+    place = torch.minimum(place.clamp_(min=0), torch.tensor(across, device=points.device) - 1)
+    strides = [math.prod(across[k + 1 :]) for k in range(len(across))]
+    number = (place * torch.tensor(strides, dtype=torch.float64, device=points.device)).sum(1).long()
+    order = torch.argsort(number, stable=True)
+    found, counts = torch.unique_consecutive(number[order], return_counts=True)
+    which = torch.stack([found // stride % count for stride, count in zip(strides, across, strict=True)], 1)
+    centres = bottom + (which + 0.5) * side
+    inside = torch.repeat_interleave(centres, counts, 0)
+    u = ((points.double()[order] - inside) / sigma).T.contiguous()
+    return Cells(order, u, centres / sigma, counts.tolist(), 0.5 * math.hypot(*sides) / sigma)
+
+
+PAIRS = ((0, 1), (1, 0), (0, 0), (1, 1))  # rows and columns of each softmin
+
+
+def softmins(clouds: list[Cells], biases: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+    """−ε log Σ_j exp(h_j − |x_i − y_j|²/2ε) for the first of ``PAIRS``, both clouds in the cells that belong to ε."""
+    tasks = list(zip(PAIRS, biases, strict=False))
+    basis = Basis.up_to(_degree(max(cells.half_diagonal for cells in clouds) ** 2), clouds[0].u)
+    moments = [_Moments(clouds[rows], clouds[columns], h, basis.exponents.shape[1]) for (rows, columns), h in tasks]
+    outs = [clouds[rows].u.new_empty(len(clouds[rows].order)) for (rows, _), _ in tasks]
+    for which, cells in enumerate(clouds):
+        given = [each for (pair, _), each in zip(tasks, moments, strict=True) if pair[1] == which]
+        for number, piece, monomials in _walk(cells, basis):
+            for each in given:
+                each.add(number, piece, monomials)
+    for which, cells in enumerate(clouds):
+        wanted = [(each, out) for (pair, _), each, out in zip(tasks, moments, outs, strict=True) if pair[0] == which]
+        for number, piece, monomials in _walk(cells, basis):
+            for each, out in wanted:
+                out[cells.order[piece]] = each.log_sums(number, piece, monomials)
+    return [out.mul_(-epsilon) for out in outs]
+
+
+class _Moments:
+    """Of each cell of columns as seen from each cell of rows, around the largest bias in the cell."""
+
+    def __init__(self, rows: Cells, columns: Cells, h: Tensor, count: int):
+        self.rows, self.columns = rows, columns
+        self.biases = h.double()[columns.order] - 0.5 * columns.u.square().sum(0)
+        tops = torch.stack([self.biases[part].amax() for part in columns.slices])
+        self.tops = torch.where(tops.isinf(), 0.0, tops)
+        self.values = h.new_zeros(len(rows.counts), len(columns.counts), count, dtype=torch.float64)
+
+    def add(self, number: int, piece: slice, monomials: Tensor) -> None:
+        """Take some points of a cell of columns in."""
+        apart = self.rows.centres - self.columns.centres[number]
+        weights = torch.addmm(self.biases[piece] - self.tops[number], apart, self.columns.u[:, piece]).exp_()
+        self.values[:, number] += weights @ monomials.T
+
+    def log_sums(self, number: int, piece: slice, monomials: Tensor) -> Tensor:
+        """log Σ_j exp(h_j − |x_i − y_j|²/2ε) for some points of a cell of rows."""
+        u, apart = self.rows.u[:, piece], self.rows.centres[number] - self.columns.centres
+        exponents = torch.addmm((self.tops - 0.5 * apart.square().sum(1))[:, None], apart, u, alpha=-1)
+        top = exponents.amax(0)
+        sums = exponents.sub_(top).exp_().mul_(self.values[number] @ monomials).sum(0)
+        return sums.log_().add_(top).sub_(0.5 * u.square().sum(0))
+
+
+def _walk(cells: Cells, basis: Basis) -> Iterator[tuple[int, slice, Tensor]]:
+    """Cell by cell, some points at a time, with their monomials (K, n)."""
+    rows = ROWS if cells.u.device.type == "cpu" else ROWS_DEVICE
+    for number, part in enumerate(cells.slices):
+        for start in range(part.start, part.stop, rows):
+            piece = slice(start, min(start + rows, part.stop))
+            yield number, piece, basis(cells.u[:, piece])
+
+
+def _degree(product: float) -> int:
+    """Up to which degree exp(u·v) is summed for |u·v| up to ``product``: little is left out, even of exp(−product)."""
+    term, degree = math.exp(2 * product), 0
+    while term * product / (degree + 1) > TOLERANCE:
+        degree += 1
+        term *= product / degree
+    return degree
+
+
+class Basis(NamedTuple):
+    """Monomials u^α/√α! in d coordinates: their exponents (d, K), and 1/√k for k = 1 … the degree, (degree, 1, 1)."""
+
+    exponents: Tensor
+    roots: Tensor
+
+    @classmethod
+    def up_to(cls, degree: int, like: Tensor) -> Basis:
+        """All of them, for points like (d, n)."""
+        every = itertools.product(range(degree + 1), repeat=len(like))
+        exponents = torch.tensor([each for each in every if sum(each) <= degree], device=like.device).T
+        roots = torch.arange(1, degree + 1, dtype=like.dtype, device=like.device).rsqrt()
+        return cls(exponents.contiguous(), roots[:, None, None])
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """(d, n) to (K, n)."""
+        powers = torch.cat([torch.ones_like(u)[None], (self.roots * u).cumprod(0)])
+        out = powers[:, 0].index_select(0, self.exponents[0])
+        for axis in range(1, len(u)):
+            out.mul_(powers[:, axis].index_select(0, self.exponents[axis]))
+        return out
