@@ -275,7 +275,7 @@ class Descent:
         self.layout = layout = _layout(clouds, task)
         listed = len(task.steps[0]) > 1
         capturing = not INTERPRETED and torch.cuda.is_current_stream_capturing()
-        self.small = layout.small and (not capturing)
+        self.small = layout.small and not capturing and task.shown is iter
         reference = 0.0 if layout.kind == FMA else 2 * task.steps[-1][0][0]
         self.numbers = numbers_for(task.steps, task.p, reference)
         self.table: Tensor | None = None

@@ -106,3 +106,9 @@ def test_small_clouds_and_small_temperatures_are_summed_over_all_pairs(monkeypat
     assert not one.pays(1e-4)
     assert not far.fields(large.double(), large.double())
     assert not far.fields(torch.rand(1, 30_000, 4), torch.rand(1, 30_000, 4))
+
+
+def test_a_kernel_asked_for_by_name_serves_alone(eager):
+    x, y, a, b = (part.float() for part in problem(40, 30))
+    sinkhorn_divergence(x, y, a, b, backend="reference")
+    assert not eager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashot_backends.kernels.sinkhorn import far
+from flashot_backends.kernels.sinkhorn.blocks import Blocks
 
 from ... import dispatch
 from ...config import settings as session
@@ -59,7 +60,7 @@ def anneal(
     steps = descent(settings, x, y)
     logs = log_weights(a), log_weights(b)
     costs = _costs(x, y, steps[0].epsilon * settings.unit, settings, precision, backend)
-    fields = far.fields(x, y) if settings.p == 2 else []
+    fields = far.fields(x, y) if settings.p == 2 and isinstance(costs.cross, Blocks) else []
     duals = _start(costs, logs, steps[0], fields)
     for step in _shown(steps, settings):
         costs = costs.at(step.epsilon * settings.unit)
@@ -82,7 +83,7 @@ def task(kernel: Any, clouds: Any, settings: Settings, need_x: bool, need_y: boo
     """The problem, as such a kernel takes it."""
     diameters = tuple(settings.diameters) or tuple(extents(clouds[0], clouds[2], settings.each))
     steps = _one_launch_each(settings.p, settings.blur, settings.scaling, settings.rho, diameters)
-    how = precision or session().precision, lambda over: _shown(over, settings)
+    how = precision or session().precision, functools.partial(_shown, settings=settings) if settings.verbose else iter
     return kernel.Clouds(*clouds), kernel.Task(
         settings.p, steps, settings.rho, settings.debias, need_x, need_y, *how
     )
