@@ -1,255 +1,231 @@
-"""Sinkhorn attention on one H200: parity, PERFORMANCE's attention rows, memory, bands, launch shapes. ~120 s.
+"""JAX attention and MaxSim on one CUDA card: errors against float64, times against plain JAX, parts, launch shapes.
 
-python3 benchmarks/card/attention.py [check] [bench] [long] [band] [tune]   (default: all)
+python benchmarks/card/attention.py [check] [bench] [parts] [long] [band] [maxsim]   (default: all; about two minutes)
 """
 
 import os
 import sys
 import time
 
-os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+START = time.time()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, os.getcwd())
-T0 = time.time()
 import functools
-import statistics
-import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 jax.config.update("jax_enable_x64", True)
-from flashot_backends import dispatch
-from flashot_backends.plugins.manager import registry
-from flashot_backends.plugins.specs import KernelSpec
-
-K, J = "flashot_backends.kernels.attention.", frozenset({"jax"})
-if not registry().kernels("attention"):
-    for s in [
-        KernelSpec("attention", "pallas_gpu", K + "pallas_gpu", J, frozenset({"cuda"}), ("jax",), 20),
-        KernelSpec("attention", "chunked", K + "chunked", J, None, ("jax",), 10),
-        KernelSpec("attention", "reference", K + "reference", J, None, ("jax",), 0),
-    ]:
-        dispatch.register(s)
 from flashot_backends.kernels.attention import pallas_gpu
+from flashot_backends.kernels.attention.pairs import Pairs
 from flashot_backends.ops.attention import DustbinScore, DustbinToken, sinkhorn_attention
+from flashot_backends.ops.maxsim.jax_ops import maxsim
 
-WHAT = sys.argv[1:] or ["check", "bench", "long", "band", "tune"]
-print(jax.__version__, jax.devices(), f"import {time.time() - T0:.1f}s", flush=True)
-
-
-def say(*a):
-    print(f"[{time.time() - T0:5.1f}]", *a, flush=True)
-
-
-def tokens(P, L, d, dt, m=None, seed=0, kv=None):
-    ks = jax.random.split(jax.random.key(seed), 3)
-    kv = kv or P
-    return (
-        jax.random.normal(ks[0], (P, L, d), dt),
-        jax.random.normal(ks[1], (kv, m or L, d), dt),
-        jax.random.normal(ks[2], (kv, m or L, d), dt),
-    )
-
-
-def rel(a, b):
-    a, b = (np.asarray(x, np.float64) for x in (a, b))
-    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-30))
+FULL = {"base_steps": 15, "tail_steps": 2}
+FEW = {"base_steps": 3}  # for errors: float64 in plain JAX takes long to compile
+CASES = [  # name, queries, keys, options, dustbin, features
+    ("dense", 300, 300, FEW, None, 64),
+    ("band and padding", 1000, 1000, {"window": 100, "key_mask": jnp.arange(1000) < 800, **FEW}, None, 64),
+    ("rectangular, score", 300, 450, FEW, "score", 80),
+    ("segments, rows last", 500, 500, {"segments": jnp.arange(500) // 130, "last_update": "rows", **FEW}, None, 64),
+    ("token, epsilon 0.1", 333, 333, {"epsilon": 0.1, **FEW}, "token", 128),
+]
+SHAPES = {
+    ("half", jnp.bfloat16): "128,64,4,3 128,64,8,3 128,128,8,3 64,64,4,3 64,128,4,3",
+    ("half", jnp.float32): "128,64,4,3 128,64,8,3 64,64,4,3 64,128,4,2",
+    ("apply", jnp.bfloat16): "128,64,8,3 128,64,4,3",
+    ("apply", jnp.float32): "128,64,8,2 64,64,4,2",
+    ("pull", jnp.bfloat16): "128,64,8,3 64,64,4,3",
+    ("pull", jnp.float32): "128,64,8,2 64,64,4,2",
+}
 
 
-def grads(backend, opts, bins=None):
-    def loss(q, k, v, parts):
-        D = None if bins is None else DustbinToken(*parts[:3]) if bins == "token" else DustbinScore(parts[3])
-        o = sinkhorn_attention(q, k, v, backend=backend, dustbin=D, **opts)
-        w = jnp.cos(jnp.arange(o.size)).reshape(o.shape)
-        return (o.astype(w.dtype) * w).sum(), o
+def say(*parts):
+    print(f"[{time.time() - START:5.1f}]", *parts, flush=True)
 
-    return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+
+def tokens(problems, length, features, dtype, keys=None, shared=None):
+    seeds, count = jax.random.split(jax.random.key(0), 3), shared or problems
+    shapes = (problems, length), (count, keys or length), (count, keys or length)
+    return tuple(jax.random.normal(seed, (*shape, features), dtype) for seed, shape in zip(seeds, shapes, strict=True))
+
+
+def relative(got, wanted):
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(got - wanted) / (np.linalg.norm(wanted) + 1e-30))
+
+
+def milliseconds(function, *arguments, calls=10):
+    """Of one call among several that wait for nothing; the best of three."""
+    jax.block_until_ready(function(*arguments))
+    best = np.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready([function(*arguments) for _ in range(calls)])
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best * 1e3
+
+
+def compiled(function, *arguments):
+    start = time.time()
+    program = jax.jit(function).lower(*arguments).compile()
+    mebibytes = program.memory_analysis().temp_size_in_bytes / 2**20
+    return program, f"compiled in {time.time() - start:.2f} s, {mebibytes:.0f} MiB beside inputs and results"
+
+
+def with_gradients(function):
+    def both(q, k, v, cotangent):
+        out, pull = jax.vjp(function, q, k, v)
+        return out, pull(cotangent)
+
+    return both
+
+
+def ours(**options):
+    return functools.partial(sinkhorn_attention, backend="pallas_gpu", **{**FULL, **options})
+
+
+def plain(q, k, v):
+    """The same surrogate written plainly: products in the inputs' dtype, float32 scores, automatic derivative."""
+    scores = jnp.einsum("pnd,pmd->pnm", q, k, preferred_element_type=jnp.float32) / np.float32(q.shape[-1] ** 0.5)
+
+    def rows(v):
+        return -jax.nn.logsumexp(scores + v[:, None, :], 2)
+
+    def columns(u):
+        return -jax.nn.logsumexp(scores + u[:, :, None], 1)
+
+    w = jax.lax.fori_loop(0, 15, lambda _, w: columns(rows(w)), jnp.zeros(k.shape[:2], jnp.float32))
+    w = jax.lax.stop_gradient(w - w.mean(1, keepdims=True))
+    for _ in range(2):
+        u = rows(w)
+        w = columns(u)
+    plan = jnp.exp(scores + u[:, :, None] + w[:, None, :]).astype(v.dtype)
+    return jnp.einsum("pnm,pme->pne", plan, v, preferred_element_type=jnp.float32).astype(v.dtype)
 
 
 def check():
-    parts = tuple(jax.random.normal(jax.random.key(i), (64,)) for i in range(3)) + (jnp.asarray(0.3),)
-    cases = [
-        ("dense", 300, None, {}, None, 64),
-        ("band", 1000, None, {"window": 100}, None, 64),
-        ("band+pad", 1000, None, {"window": 100, "key_mask": jnp.arange(1000) < 800}, None, 64),
-        ("rect", 300, 450, {}, None, 64),
-        ("segments", 500, None, {"segments": jnp.arange(500) // 130}, None, 64),
-        ("token", 333, None, {}, "token", 64),
-        ("score", 300, 260, {}, "score", 64),
-        ("rows R=3.5", 256, None, {"tail_steps": 3.5, "last_update": "rows"}, None, 64),
-        ("d=80", 256, None, {}, None, 80),
-        ("d=128", 256, None, {}, None, 128),
-        ("eps=.1", 512, None, {"epsilon": 0.1}, None, 64),
-    ]
-    for name, L, m, opts, bins, d in cases:
-        for dt in (jnp.float32, jnp.bfloat16):
-            try:
-                q, k, v = tokens(4, L, d, dt, m, kv=2)
-                q = q.reshape(2, 2, L, d)
-                k = k[:, None]
-                v = v[:, None]
-                pr = tuple(p.astype(dt) for p in parts)
-                # the truth: float64 arithmetic on the same rounded inputs
-                g64, o64 = grads("reference", opts, bins)(
-                    *(x.astype(jnp.float64) for x in (q, k, v)), tuple(p.astype(jnp.float64) for p in pr)
-                )
-                g, o = grads("pallas_gpu", opts, bins)(q, k, v, pr)
-                es = (
-                    [rel(o, o64)]
-                    + [rel(a, b) for a, b in zip(g[:3], g64[:3], strict=False)]
-                    + ([rel(a, b) for a, b in zip(g[3], g64[3], strict=False) if np.abs(b).max() > 0])
-                )
-                tol = (2e-5 if "eps" not in name else 2e-4) if dt == jnp.float32 else 2e-2
-                say(
-                    "ok " if max(es) < tol else "BAD",
-                    name,
-                    dt.__name__,
-                    "out/dq/dk/dv/..",
-                    " ".join(f"{e:.1e}" for e in es),
-                )
-            except Exception as ex:
-                say("FAIL", name, dt.__name__, type(ex).__name__, str(ex)[:600])
-
-
-def plain(q, k, v, T=15, R=2):
-    """The same surrogate in plain JAX: products in the inputs' dtype, float32 scores, autodiff."""
-    s = jnp.einsum("pnd,pmd->pnm", q, k, preferred_element_type=jnp.float32) / np.float32(q.shape[-1] ** 0.5)
-    def row(v):
-        return -jax.nn.logsumexp(s + v[:, None, :], 2)
-    def col(u):
-        return -jax.nn.logsumexp(s + u[:, :, None], 1)
-    v0 = (
-        jax.lax.fori_loop(0, T, lambda _, w: jax.lax.stop_gradient(col(row(w))), jnp.zeros(k.shape[:2], jnp.float32))
-        if T
-        else jnp.zeros(k.shape[:2], jnp.float32)
-    )
-    w = jax.lax.stop_gradient(v0 - v0.mean(1, keepdims=True))
-    for _ in range(R):
-        u = row(w)
-        w = col(u)
-    P = jnp.exp(s + u[:, :, None] + w[:, None, :])
-    return jnp.einsum("pnm,pme->pne", P.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(v.dtype)
-
-
-def clock(f, *a, reps=7, queue=5):
-    t = time.time()
-    jax.block_until_ready(f(*a))
-    first = time.time() - t
-    out = []
-    for _ in range(reps):
-        t = time.time()
-        jax.block_until_ready(f(*a))
-        out.append(time.time() - t)
-    t = time.time()
-    for _ in range(queue):
-        r = f(*a)
-    jax.block_until_ready(r)
-    q = (time.time() - t) / queue
-    return first, statistics.median(out) * 1e3, q * 1e3
-
-
-def both(fn):
-    fwd = jax.jit(fn)
-    bwd = jax.jit(jax.grad(lambda *t: (fn(*t).astype(jnp.float32) ** 2).sum(), (0, 1, 2)))
-    return fwd, bwd
-
-
-def peak():
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**20
-
-
-def temp(f, *a):
-    try:
-        return f.lower(*a).compile().memory_analysis().temp_size_in_bytes / 2**20
-    except Exception:
-        return float("nan")
-
-
-def row(label, fn, args, reps=7):
-    for kind, f in zip(("fwd", "fwd+bwd"), both(fn), strict=False):
-        try:
-            first, lat, queued = clock(f, *args, reps=reps)
-            say(
-                f"{label:38s} {kind:8s} first {first:6.2f} s  latency {lat:9.3f} ms  queued {queued:9.3f} ms  temp {temp(f, *args):9.1f} MiB"
+    """Output and all gradients against float64 on the same rounded inputs, relative to each one's norm."""
+    for name, length, keys, options, kind, features in CASES:
+        for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)):
+            arrays = tokens(4, length, features, dtype, keys, shared=2)
+            parts = tuple(jax.random.normal(jax.random.key(i), (features,), dtype) for i in range(3))
+            arrays = (arrays[0].reshape(2, 2, length, features), *(array[:, None] for array in arrays[1:]))
+            values = (*arrays, *parts, jnp.asarray(0.3, dtype))
+            wide = tuple(value.astype(jnp.float64) for value in values)
+            got, wanted = (
+                gradients(backend, options, kind, given)
+                for backend, given in (("pallas_gpu", values), ("reference", wide))
             )
-        except Exception as ex:
-            say(f"{label:38s} {kind:8s} {type(ex).__name__} {str(ex)[:160]!r}")
+            errors = [relative(one, other) for one, other in zip(got, wanted, strict=True) if np.abs(other).max() > 0]
+            say("good" if max(errors) < tolerance else "BAD", name, dtype.__name__, *(f"{e:.1e}" for e in errors))
 
 
-def tier(backend, **o):
-    return functools.partial(sinkhorn_attention, backend=backend, **o)
+def gradients(backend, options, kind, values):
+    def loss(q, k, v, query, key, value, score):
+        bins = {None: None, "token": DustbinToken(query, key, value), "score": DustbinScore(score)}
+        out = sinkhorn_attention(q, k, v, backend=backend, dustbin=bins[kind], **options)
+        return (out.astype(jnp.float64) * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum(), out
+
+    found, out = jax.jit(jax.grad(loss, range(7), has_aux=True))(*values)
+    return out, *found
 
 
 def bench():
-    for P in (8, 1):
-        args = tokens(P, 4096, 64, jnp.bfloat16)
-        for name, fn in (("pallas_gpu", tier("pallas_gpu")), ("plain jit", plain), ("chunked", tier("chunked"))):
-            row(f"{name} P={P} L=4096 d=64 bf16", fn, args)
-    a, b = jax.jit(tier("pallas_gpu"))(*args), jax.jit(plain)(*args)
-    say("agreement with plain", rel(a, b))
-    row("pallas_gpu P=8 L=4096 d=64 float32", tier("pallas_gpu"), tokens(8, 4096, 64, jnp.float32), 3)
-    row("pallas_gpu P=8 L=4096 d=128 bf16", tier("pallas_gpu"), tokens(8, 4096, 128, jnp.bfloat16), 3)
+    """PERFORMANCE's row: 8 problems of 4 096 tokens, 64 features, bfloat16, against plain JAX under jit."""
+    q, k, v = tokens(8, 4096, 64, jnp.bfloat16)
+    for name, function in (("ours", ours()), ("plain", plain)):
+        for kind, run, arguments in (
+            ("forward", function, (q, k, v)),
+            ("both", with_gradients(function), (q, k, v, v)),
+        ):
+            program, how = compiled(run, *arguments)
+            say(name, kind, f"{milliseconds(program, *arguments):.3f} ms,", how)
+    for problems, length, features, dtype in (
+        (8, 4096, 64, jnp.float32),
+        (8, 4096, 128, jnp.bfloat16),
+        (1, 4096, 64, jnp.bfloat16),
+    ):
+        q, k, v = tokens(problems, length, features, dtype)
+        program, _ = compiled(with_gradients(ours()), q, k, v, v)
+        say(f"ours both {problems} × {length} × {features} {dtype.__name__} {milliseconds(program, q, k, v, v):.3f} ms")
+
+
+def one_launch(which, dtype, blocks, window=None, length=4096, problems=8):
+    """Microseconds of one kernel inside a loop on the device; blocks: a launch shape to try, or None."""
+    q, k, v = tokens(problems, length, 64, dtype)
+    w = jnp.full((problems, length), -np.log(length) / 2, jnp.float32)
+    terms = jnp.ones((problems, length, 4), jnp.float32)
+
+    def body(laid, z, values):
+        if which == "half":
+            return pallas_gpu.half_step(laid, z, 0 * w, None, z), values
+        if which == "vector":
+            return pallas_gpu.matvec(laid, w, w, z), values
+        if which == "apply":
+            return z, pallas_gpu.apply(laid, w, w, values).astype(dtype)
+        return z, values + (1e-30 * pallas_gpu.pull(laid, w, w, q, values, terms, terms)).astype(dtype)
+
+    @jax.jit
+    def run(count):
+        laid = pallas_gpu.prepare(Pairs(q, k, jnp.full(problems, 1 / 8, jnp.float32), window=window))
+        return jax.lax.fori_loop(0, count, lambda _, carry: body(laid, *carry), (w, v))
+
+    chosen = pallas_gpu.gpu_blocks
+    pallas_gpu.gpu_blocks = chosen if blocks is None else lambda *_: blocks
+    try:
+        return (milliseconds(run, 60, calls=1) - milliseconds(run, 10, calls=1)) / 50 * 1e3
+    finally:
+        pallas_gpu.gpu_blocks = chosen
+
+
+def parts():
+    for which in ("half", "vector", "apply", "pull"):
+        times = (f"{dtype.__name__} {one_launch(which, dtype, None):.1f} µs" for dtype in (jnp.bfloat16, jnp.float32))
+        say(which, *times)
+    for (which, dtype), shapes in SHAPES.items():
+        found = {shape: one_launch(which, dtype, tuple(map(int, shape.split(",")))) for shape in shapes.split()}
+        say(which, dtype.__name__, *(f"{shape}: {time:.1f}" for shape, time in found.items()))
 
 
 def long():
-    for L in (16384, 65536):
-        row(f"pallas_gpu P=1 L={L} bf16", tier("pallas_gpu"), tokens(1, L, 64, jnp.bfloat16), 3)
-    row("plain jit P=1 L=65536 bf16", plain, tokens(1, 65536, 64, jnp.bfloat16), 1)
+    for problems in (1, 8):
+        q, k, v = tokens(problems, 65536, 64, jnp.bfloat16)
+        program, how = compiled(with_gradients(ours()), q, k, v, v)
+        say(f"ours {problems} × 65 536: {milliseconds(program, q, k, v, v, calls=1):.0f} ms,", how)
+        try:
+            say("plain:", compiled(with_gradients(plain), q, k, v, v)[1])
+        except Exception as error:
+            say("plain:", type(error).__name__, str(error)[:100])
 
 
 def band():
-    for W in (128, 512, 2048):
-        row(f"pallas_gpu P=8 L=16384 W={W}", tier("pallas_gpu", window=W), tokens(8, 16384, 64, jnp.bfloat16), 3)
+    q, k, v = tokens(8, 16384, 64, jnp.bfloat16)
+    for window in (128, 512, 2048, None):
+        program, _ = compiled(with_gradients(ours(window=window)), q, k, v, v)
+        say(f"window {window}: {milliseconds(program, q, k, v, v, calls=3):.2f} ms")
 
 
-def tune():
-    """One half-step (lse), one vector pass, one pull, at P=8 L=4096 d=64, bf16 and float32."""
-    from flashot_backends.kernels.attention.pairs import Pairs
+def score():
+    for queries, documents, dtype in ((64, 256, jnp.bfloat16), (32, 32, jnp.bfloat16), (64, 256, jnp.float32)):
+        q = jax.random.normal(jax.random.key(1), (queries, 32, 128), dtype)
+        d = jax.random.normal(jax.random.key(2), (documents, 300, 128), dtype)
+        mask = jnp.arange(300) < jnp.linspace(100, 300, documents)[:, None]
 
-    keep = pallas_gpu.gpu_blocks
-    for dt, shapes in (
-        (
-            jnp.bfloat16,
-            [
-                (128, 64, 4, 3),
-                (128, 64, 4, 2),
-                (128, 64, 8, 3),
-                (128, 128, 8, 2),
-                (128, 128, 4, 2),
-                (64, 64, 4, 3),
-                (64, 128, 4, 2),
-                (256, 64, 8, 2),
-                (128, 32, 4, 3),
-            ],
-        ),
-        (jnp.float32, [(64, 32, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (64, 64, 4, 1), (128, 32, 8, 2)]),
-    ):
-        q, k, v = tokens(8, 4096, 64, dt)
-        pairs = Pairs(q, k, jnp.full(8, 1 / 8, jnp.float32))
-        w = jnp.zeros((8, 4096), jnp.float32) - 8.4
-        terms = jnp.ones((8, 4096, 4), jnp.float32)
-        for shape in shapes:
-            pallas_gpu.gpu_blocks = lambda *a, shape=shape: shape
-            line = []
-            for name, f in (
-                ("lse", lambda q, k, v, w: pallas_gpu.lse(Pairs(q, k, pairs.scale), w)),
-                ("matvec", lambda q, k, v, w: pallas_gpu.matvec(Pairs(q, k, pairs.scale), w, w, w)),
-                ("apply", lambda q, k, v, w: pallas_gpu.apply(Pairs(q, k, pairs.scale), w, w, v)),
-                ("pull", lambda q, k, v, w: pallas_gpu.pull(Pairs(q, k, pairs.scale), w, w, v, v, terms, terms)),
-            ):
-                try:
-                    line.append(f"{name} {clock(jax.jit(f), q, k, v, w, reps=3, queue=20)[2] * 1e3:7.1f} us")
-                except Exception as ex:
-                    line.append(f"{name} {type(ex).__name__}")
-            say(dt.__name__, shape, "  ".join(line))
-    pallas_gpu.gpu_blocks = keep
+        def train(q, d, backend, mask=mask):
+            scores, pull = jax.vjp(lambda q, d: maxsim(q, d, documents_mask=mask, backend=backend), q, d)
+            return scores, pull(jnp.cos(scores))
+
+        times = []
+        for backend in ("pallas_gpu", "chunked"):
+            program, _ = compiled(functools.partial(train, backend=backend), q, d)
+            times.append(f"{backend} {milliseconds(program, q, d) * 1e3:.0f} µs")
+        say(f"maxsim {queries} × {documents} {dtype.__name__}, with gradients:", *times)
 
 
-for name in WHAT:
-    say("---", name)
-    try:
-        {"check": check, "bench": bench, "long": long, "band": band, "tune": tune}[name]()
-    except Exception:
-        traceback.print_exc()
-say("done", f"peak {peak():.0f} MiB")
+if __name__ == "__main__":
+    say(jax.__version__, jax.devices())
+    everything = {"check": check, "bench": bench, "parts": parts, "long": long, "band": band, "maxsim": score}
+    for name in sys.argv[1:] or everything:
+        everything[name]()
