@@ -16,13 +16,13 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import blocks
-from .launch import INTERPRETED, Launch, compile_together, launch, launch_shape, processors, splits_for
+from .launch import INTERPRETED, Launch, Shape, compile_together, launch, launch_shape, processors, splits_for
 from .operator import Cost, Operator, Weighted
 
 LOG2E = math.log2(math.e)
@@ -48,6 +48,8 @@ REGISTERS = 128  # a thread may use where as many programs as promised above mus
 FEW_TILES, MOST_TILES = 8, 32  # along one side of a problem
 HIGHEST_POWER = 2  # of the cost that the kernel of products knows
 WIDEST = 64  # columns of a product that one program takes
+NARROW = 4  # columns of a product that are added up one by one
+HALF_RANGE = 16384.0  # what float16 parts are scaled to, exponentials and values
 MOST_PRODUCTS = 4  # with the plan, before torch's blocks do as well
 PER_PROBLEM = (torch.int64, torch.float32, torch.bool)  # iterations, error, converged
 PRODUCT_OPTIONS = (("num_warps", 4), ("num_stages", 1))
@@ -276,41 +278,56 @@ class Fused(Operator):
         self, s: Tensor, t: Tensor, values: Tensor | None, weights: Tensor | None = None, power: int = 0
     ) -> tuple[Any, Tensor]:
         """Σ_j P_ij C_ij^power w_j V_j (None without values), and the same with 1 for V_j, streamed."""
+        if values is not None and weights is not None:
+            values = values * weights[:, :, None]
+        rows, norm = self.prepared.rows, 0.0
+        with on(self.device):
+            top, total, out = self._parts_of_product(t, values, weights, power)
+            if self.prepared.kind == DOT:
+                norm = rows.half_norm[:, : rows.length]
+            highest = top.amax(0)
+            fade = torch.exp2(top - highest)
+            scale = torch.exp2(s * LOG2E - norm + highest) * self.epsilon[:, None] ** power
+            total = (total * fade).sum(0) * scale
+            return (None if out is None else (out * fade[..., None]).sum(0) * scale[:, :, None]), total
+
+    def _parts_of_product(
+        self, t: Tensor, values: Tensor | None, weights: Tensor | None, power: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """By parts of the columns, around the maxima ``top`` (parts, B, n): sums (parts, B, n), products with V."""
         from .triton_kernels import product
 
         prepared = self.prepared
         rows, columns = prepared.rows, prepared.columns
-        with on(self.device):
-            bias, padded_weights = self.new(2, self.batch, columns.blocks * PAD).unbind()
-            norm = columns.half_norm[:, : columns.length] if prepared.kind == DOT else 0.0
-            torch.sub(t * LOG2E, norm, out=bias.fill_(-math.inf)[:, : columns.length])
-            padded_weights.fill_(1.0)
-            if weights is not None:
-                padded_weights[:, : columns.length] = weights
-            width = 0 if values is None else values.shape[-1]
-            given = bias if values is None else values.float().contiguous()
-            (top, total), out = self.new(2, self.batch, rows.length), self.new(self.batch, rows.length, width)
-            across = 1 if width == 0 else min(WIDEST, max(16, 1 << (width - 1).bit_length()))
-            shape = (64, 64) if prepared.kind == DOT and across > 1 else (32, 64)
-            programs = -(-rows.length // shape[0]) * max(1, -(-width // across))
-            args = (
-                rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, given,
-                padded_weights, top, total, out, prepared.slopes, programs, rows.length, columns.length, width,
-                rows.blocks,
-                columns.blocks, given.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared),
-            )  # fmt: skip
-            variant = (prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
-            launch(
-                product,
-                programs * self.batch,
-                args,
-                (*self.constants, *shape, across, 1, power),
-                PRODUCT_OPTIONS,
-                variant,
-            )
-            norm = rows.half_norm[:, : rows.length] if prepared.kind == DOT else 0.0
-            scale = torch.exp2(s * LOG2E - norm + top) * self.epsilon[:, None] ** power
-            return (out * scale[:, :, None] if width else None), total * scale
+        bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
+        norm = columns.half_norm[:, : columns.length] if prepared.kind == DOT else 0.0
+        torch.sub(t * LOG2E, norm, out=bias[:, : columns.length])
+        padded = torch.ones_like(bias)
+        if weights is not None:
+            padded[:, : columns.length] = weights
+        width = 0 if values is None else values.shape[-1]
+        across = width if width <= NARROW else min(WIDEST, max(16, 1 << (width - 1).bit_length()))
+        first, second, unit = _split_values(bias if values is None else values, across > NARROW and power == 0)
+        wide = prepared.kind == DOT or across > NARROW
+        shape = Shape(64, 64, 4, 2, 3 if across <= NARROW else 2) if wide else Shape(32, 64, 4, 1, 3)
+        blocks_of_rows, slices = -(-rows.length // shape.rows), -(-width // across) if width else 1
+        splits, tiles = splits_for(shape, blocks_of_rows * slices * self.batch, columns.length, self.device)
+        top, total = self.new(2, splits, self.batch, rows.length)
+        out = self.new(splits, self.batch, rows.length, width)
+        programs = blocks_of_rows * slices * splits
+        args = (
+            rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, first,
+            second, padded, top, total, out, prepared.slopes, programs, splits, tiles, self.batch, rows.length,
+            columns.length, width, rows.blocks, columns.blocks, columns.length * width, prepared.width // 64,
+            prepared.batch_stride, *_strides(prepared),
+        )  # fmt: skip
+        variant = (prepared.variant, *(part.data_ptr() % 16 for part in (top, total, out, first)))
+        constants = (*self.constants, shape.rows, shape.columns, across, shape.stages, power)
+        options = (("num_warps", shape.warps), ("num_stages", shape.stages))
+        launch(product, programs * self.batch, args, constants, options, variant)
+        if values is None:
+            return top, total, None
+        return top, total, out * unit
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -318,6 +335,18 @@ class Fused(Operator):
         prepared, width = self.prepared, self.prepared.width
         held, chunk = (width, width) if width <= CHUNK else (0, 64)
         return (prepared.kind, held, chunk, 1 if self.precision == "fast" else 3, *_alignment(prepared))
+
+
+def _split_values(values: Tensor, in_halves: bool) -> tuple[Tensor, Tensor, Any]:
+    """Values as the kernel takes them: float32, or two float16 parts; and what its results are to be multiplied by."""
+    values = values.float()
+    if not in_halves:
+        values = values.contiguous()
+        return values, values, 1.0
+    largest = values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = values * (HALF_RANGE / largest)
+    high = scaled.half().contiguous()
+    return high, (scaled - high).half().contiguous(), largest / HALF_RANGE**2
 
 
 def _alignment(prepared: Prepared) -> tuple[int, int]:
@@ -417,7 +446,7 @@ class Strips:
     FEWEST = 16  # rows for each multiprocessor
     THREADS = 512  # of a multiprocessor, so that each may use 128 registers
     # Rows of a strip, warps of a program, and whether the next strip is fetched ahead.
-    SHAPES = {MATRIX: (1, 16, True), FMA: (2, 16, False)}
+    SHAPES: ClassVar = {MATRIX: (1, 16, True), FMA: (2, 16, False)}
 
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared

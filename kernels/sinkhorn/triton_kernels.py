@@ -987,92 +987,88 @@ def gather(
     tl.store(bias_out + at, tl.where(massive, after + weight, weight), mask=cols < m)
 
 
+@triton.jit
+def add_column(acc, e, values, cols, m, fade, K: tl.constexpr, WIDTH: tl.constexpr):
+    """acc · fade + Σ_j e_j V_jk, nothing beyond the last column of the values."""
+    if K < WIDTH:
+        v = tl.load(values + cols.to(tl.int64) * WIDTH + K, mask=cols < m, other=0.0)
+        acc = acc * fade + tl.sum(e * v[None, :], 1)
+    return acc
+
+
+@triton.jit
+def store_column(out, acc, rows, n, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Store one column of a narrow product."""
+    if K < WIDTH:
+        tl.store(out + rows.to(tl.int64) * WIDTH + K, acc, mask=rows < n)
+
+
 @kernel
 def product(
-    q1,
-    q2,
-    k1,
-    k2,
-    bias,
-    norm_q,
-    norm_k,
-    values,
-    weights,
-    top_out,
-    total_out,
-    out,
-    slopes,
-    programs: tl.int32,
-    n: tl.int32,
-    m: tl.int32,
-    width_out: tl.int32,
-    blocks_q: tl.int32,
-    blocks_k: tl.int32,
-    batch_values: tl.int64,
-    chunks: tl.int32,
-    batch: tl.int64,
-    stride_q: tl.int64,
-    stride_k: tl.int64,
-    KIND: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    POWER: tl.constexpr,
+    q1, q2, k1, k2, bias, norm_q, norm_k, values, values_lo, weights, top_out, total_out, out, slopes,
+    programs: tl.int32, splits: tl.int32, tiles_each: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32,
+    width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_values: tl.int64, chunks: tl.int32,
+    batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, POWER: tl.constexpr,
 ):
-    """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER w_j (V_j, 1) around each row's own maximum: (B, n, k), (B, n), and
-    top (B, n).
+    """Σ_j 2^(S_ij + bias_j − top_i) (C_ij/ε)^POWER (V_j, w_j) around each row's own maximum, by parts of the columns.
 
-    As attention does it: one pass, the running sums rescaled whenever the maximum rises. C/ε comes in natural units,
-    from the scores: |x'|²/2 + |y'|²/2 − x'·y' (DOT), or −S.
+    Results (parts, B, n, k) and (parts, B, n), and top (parts, B, n). As attention does it: one pass, the running sums
+    rescaled whenever the maximum rises. C/ε comes in natural units, from the scores: |x'|²/2 + |y'|²/2 − x'·y' (DOT),
+    or −S. Up to four columns of values are added up one by one; more go through the matrix units, exponentials and
+    values as two float16 parts each. With a POWER the summands have no bound, and three products of rounded parts of
+    float32 take their place.
     """
     b, program = place(programs)
-    slices = tl.maximum(tl.cdiv(width_out, BLOCK_V), 1)
+    HELD: tl.constexpr = BLOCK_V if BLOCK_V > 4 else 1
+    slices = tl.cdiv(width_out, HELD) if BLOCK_V > 4 else 1
+    split, program = program % splits, program // splits
     block, part = program // slices, program % slices
     pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
     width = coordinates(chunks, D)
     q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
     stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    which = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    which = part * HELD + tl.arange(0, HELD)
     slope = tl.load(slopes + b)
     bias += b * pad_k
     values += b * batch_values
+    values_lo += b * batch_values
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    acc = tl.zeros([BLOCK_M, HELD], tl.float32)
+    a0, a1, a2, a3 = tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top)
     total = tl.zeros([BLOCK_M], tl.float32)
     weights += b * pad_k
     norms = tl.zeros([BLOCK_M], tl.float32)
     if KIND == DOT:
         if POWER > 0:
             norms = tl.load(norm_q + b * pad_q + rows)
-    for start in tl.range(0, m, BLOCK_N, num_stages=STAGES):
+        if D > 0:
+            dims = tl.arange(0, D)
+            at_q = rows[:, None].to(tl.int64) * D + dims[None, :]
+            qh = tl.load(q1 + at_q)
+            if PRODUCTS == 3:
+                ql = tl.load(q2 + at_q)
+    first = split * tiles_each * BLOCK_N
+    last = tl.minimum(first + tiles_each * BLOCK_N, m)
+    DEPTH: tl.constexpr = STAGES if KIND != DOT or D > 0 else 1
+    for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
         cols = start + tl.arange(0, BLOCK_N)
-        scores = score_tile(
-            q1,
-            q2,
-            k1,
-            k2,
-            rows,
-            cols,
-            n,
-            m,
-            slope,
-            stride_q,
-            stride_k,
-            pad_q,
-            pad_k,
-            width,
-            KIND,
-            D,
-            CHUNK,
-            PRODUCTS,
-        )
+        if KIND == DOT and D > 0:
+            at_k = cols[None, :].to(tl.int64) * D + dims[:, None]
+            kh = tl.load(k1 + at_k)
+            if PRODUCTS == 3:
+                scores = tl.dot(ql, kh)
+                scores = tl.dot(qh, tl.load(k2 + at_k), scores)
+                scores = tl.dot(qh, kh, scores) * slope
+            else:
+                scores = tl.dot(qh, kh) * slope
+        else:
+            scores = score_tile(
+                q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
+                KIND, D, CHUNK, PRODUCTS,
+            )
         t = scores + tl.load(bias + cols)[None, :]
         higher = tl.maximum(top, tl.max(t, 1))
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
@@ -1085,20 +1081,41 @@ def product(
             e = e * cost
             if POWER > 1:
                 e = e * cost
-        e = e * tl.load(weights + cols)[None, :]
         fade = tl.exp2(top - pivot)
-        total = total * fade + tl.sum(e, 1)
-        if BLOCK_V > 1:
+        total = total * fade + tl.sum(e * tl.load(weights + cols)[None, :], 1)
+        if BLOCK_V > 4:
             there = (cols[:, None] < m) & (which[None, :] < width_out)
-            v = tl.load(values + cols[:, None].to(tl.int64) * width_out + which[None, :], mask=there, other=0.0)
-            acc = acc * fade[:, None] + tl.dot(e, v, input_precision="tf32x3")
+            at_v = cols[:, None].to(tl.int64) * width_out + which[None, :]
+            v = tl.load(values + at_v, mask=there, other=0.0)
+            acc = acc * fade[:, None]
+            if POWER > 0:
+                acc = tl.dot(e, v, acc, input_precision="tf32x3")
+            else:
+                e = e * 16384.0
+                high = e.to(tl.float16)
+                if PRODUCTS == 3:
+                    acc = tl.dot((e - high.to(tl.float32)).to(tl.float16), v, acc)
+                    acc = tl.dot(high, tl.load(values_lo + at_v, mask=there, other=0.0), acc)
+                acc = tl.dot(high, v, acc)
+        else:
+            a0 = add_column(a0, e, values, cols, m, fade, 0, BLOCK_V)
+            a1 = add_column(a1, e, values, cols, m, fade, 1, BLOCK_V)
+            a2 = add_column(a2, e, values, cols, m, fade, 2, BLOCK_V)
+            a3 = add_column(a3, e, values, cols, m, fade, 3, BLOCK_V)
         top = higher
-    if BLOCK_V > 1:
+    at = (split * problems + b) * n
+    if BLOCK_V > 4:
         there = (rows[:, None] < n) & (which[None, :] < width_out)
-        tl.store(out + (b * n + rows[:, None]) * width_out + which[None, :], acc, mask=there)
+        tl.store(out + (at + rows[:, None]) * width_out + which[None, :], acc, mask=there)
+    else:
+        out += at * width_out
+        store_column(out, a0, rows, n, 0, BLOCK_V)
+        store_column(out, a1, rows, n, 1, BLOCK_V)
+        store_column(out, a2, rows, n, 2, BLOCK_V)
+        store_column(out, a3, rows, n, 3, BLOCK_V)
     if part == 0:
-        tl.store(total_out + b * n + rows, total, mask=rows < n)
-        tl.store(top_out + b * n + rows, tl.where(top == float("-inf"), 0.0, top), mask=rows < n)
+        tl.store(total_out + at + rows, total, mask=rows < n)
+        tl.store(top_out + at + rows, tl.where(top == float("-inf"), 0.0, top), mask=rows < n)
 
 
 @kernel
