@@ -200,7 +200,7 @@ def _score_group(masked, group):
 
     device = group[0][0].device
     queries = [query for query, _, _ in group]
-    orders = [sorted(range(len(own)), key=lambda i, own=own: -len(own[i])) for _, _, own in group]
+    orders = [_longest_first(own) for _, _, own in group]
     documents = [own[i] for (_, _, own), order in zip(group, orders, strict=True) for i in order]
     _check(queries, documents)
     lengths = [len(document) for document in documents]
@@ -214,6 +214,11 @@ def _score_group(masked, group):
         first += count
     found = _maxsim()(queries, sets, floors=floors if masked == "zero" else None)
     return [scores[_inverse(order, device)] for scores, order in zip(found, orders, strict=True)]
+
+
+def _longest_first(documents):
+    lengths = [len(document) for document in documents]
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
 
 def _inverse(order, device):

@@ -98,9 +98,9 @@ def _loss(input, target, weight=None, size_average=None, ignore_index=-100, redu
         return None
     if target.dtype != torch.int64 or target.dim() != 1 or input._tensor is not None:
         return None
-    queries, documents, *masks = input._flat()
+    queries, documents, queries_mask, documents_mask = input._flat()
     options = {"temperature": input._temperature, "reduction": reduction}
-    return contrastive(queries, documents, target, *masks, input._masked, **options)
+    return contrastive(queries, documents, target, queries_mask, documents_mask, input._masked, **options)
 
 
 def _joined(tensors, dim=0, **other):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,9 +43,10 @@ class Index:
             raise ValueError(f"bits is {bits!r}; it may be 1, 2, 4 or 8")
         self.bits, self.exact, self.device, self.seed = bits, bool(exact), torch.device(device), seed
         self.trained = 0
-        self.centroids = self.cutoffs = self.weights = self.codes = self.residuals = self.embeddings = None
+        nothing: Any = None  # until the first documents are added
+        self.centroids = self.cutoffs = self.weights = self.codes = self.residuals = self.embeddings = nothing
         self.offsets = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._lists = None
+        self._lists: Any = None
 
     def __len__(self):
         return len(self.offsets) - 1
