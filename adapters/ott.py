@@ -1,8 +1,8 @@
-"""OTT-JAX: point clouds whose log-sum-exp runs on the Sinkhorn operation of this package, in memory linear in the points.
+"""OTT-JAX: point clouds whose log-sum-exp runs on the Sinkhorn operation of this package, in linear memory.
 
-``PointCloud(x, y, batch_size="flash")`` of ``ott.geometry.pointcloud`` becomes this module's ``PointCloud``, which may be
-imported too. Where OTT is listed in the setting ``substitute``, every online point cloud (``batch_size=1024``, say) does.
-Solvers, problems and their gradients stay the host's: they see a geometry.
+``PointCloud(x, y, batch_size="flash")`` of ``ott.geometry.pointcloud`` becomes this module's ``PointCloud``, which may
+be imported too. Where OTT is listed in the setting ``substitute``, every online point cloud (``batch_size=1024``, say)
+does. Solvers, problems and their gradients stay the host's: they see a geometry.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from flashot_backends.ops.sinkhorn.jax_ops import plan_product  # noqa: E402
 class PointCloud(pointcloud.PointCloud):
     """A ``ott.geometry.pointcloud.PointCloud`` that never holds an (n, m) matrix while a solver iterates.
 
-    Squared Euclidean costs run on the kernels of ``flashot_backends``; other cost functions are streamed in plain JAX, a
-    few rows at a time. Reverse-mode derivatives (``jax.grad``, the solver's implicit differentiation) are streamed as
-    well. Everything that asks for a matrix (``cost_matrix``, ``kernel_matrix``, ``transport_from_potentials``) gets one.
+    Squared Euclidean costs run on the kernels of ``flashot_backends``; other cost functions are streamed in plain JAX,
+    a few rows at a time. Reverse-mode derivatives (``jax.grad``, the solver's implicit differentiation) are streamed
+    as well. What asks for a matrix (``cost_matrix``, ``kernel_matrix``, ``transport_from_potentials``) gets one.
 
     Parameters
     ----------

@@ -437,8 +437,8 @@ def _is_small(call: _Call, error: Any) -> bool:
     small = _known(error <= call.stopThr if call.name == "sinkhorn_stabilized" else error < call.stopThr)
     if small is None:
         raise TypeError(
-            f"method={call.method!r} with log=True, verbose=True or several histograms of POT's own methods looks at errors "
-            "on the way, and inside of jax.jit or jax.vmap there is nothing to look at; accepted there is log=False"
+            f"method={call.method!r} with log=True, verbose=True or several histograms of POT's own methods looks at "
+            "errors on the way, and inside of jax.jit or jax.vmap there is nothing to look at; accepted is log=False"
         )
     return small
 

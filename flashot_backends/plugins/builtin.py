@@ -15,6 +15,7 @@ def flashot_register_kernels() -> list[KernelSpec]:
         KernelSpec("sinkhorn", "torch", f"{_KERNELS}.sinkhorn.blocks", torch, priority=10),
         KernelSpec("sinkhorn", "reference", f"{_KERNELS}.sinkhorn.reference", torch, priority=0),
         KernelSpec("sinkhorn", "pallas_gpu", f"{_KERNELS}.sinkhorn.pallas_gpu", jax, cuda, ("jax",), 20),
+        KernelSpec("sinkhorn", "pallas_tpu", f"{_KERNELS}.sinkhorn.pallas_tpu", jax, tpu, ("jax",), 20),
         KernelSpec("sinkhorn", "chunked", f"{_KERNELS}.sinkhorn.jax_blocks", jax, None, ("jax",), 10),
         KernelSpec("sinkhorn", "jax_reference", f"{_KERNELS}.sinkhorn.jax_reference", jax, None, ("jax",), 0),
         KernelSpec("divergence", "triton", f"{_KERNELS}.sinkhorn.triton_symmetric", torch, cuda, triton, 20),

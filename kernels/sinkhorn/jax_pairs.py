@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,3 +68,17 @@ def log_sum_exp(exponents: jax.Array, axis: int = -1) -> jax.Array:
 def product(left: jax.Array, right: jax.Array) -> jax.Array:
     """left @ right as exactly as the dtype allows."""
     return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+
+
+def opaque(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch that says plainly that it has no derivative; first derivatives never ask for one."""
+    launch = jax.custom_jvp(lambda *arrays: call(*arrays))
+
+    @launch.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "flashot_backends: the Pallas kernels of the Sinkhorn operation have no second derivatives; accepted for "
+            "jax.hessian is backend='chunked'"
+        )
+
+    return launch

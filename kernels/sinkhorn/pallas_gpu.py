@@ -1,10 +1,10 @@
 """Pallas for CUDA through Triton: a tile of rows stays on chip and the columns stream past it.
 
-Everything is in base 2 and in units of ε / log2 e: points are scaled by √(log2 e / ε), so that a cost over ε is a squared
-distance. Few coordinates: direct differences on the ordinary units. More: each scaled coordinate is split into two
-float16 parts, x = hi + lo / 2048, and three products on the matrix units give float32's accuracy (TF32 would keep 11
-bits). A sum of exponentials is taken relative to what the caller expects it to be near; where that was far off, the tile
-is done again with a running maximum.
+Everything is in base 2 and in units of ε / log2 e: points are scaled by √(log2 e / ε), so that a cost over ε is a
+squared distance. Few coordinates: direct differences on the ordinary units. More: each scaled coordinate is split into
+two float16 parts, x = hi + lo / 2048, and three products on the matrix units give float32's accuracy (TF32 would keep
+11 bits). A sum of exponentials is taken relative to what the caller expects it to be near; where that was far off, the
+tile is done again with a running maximum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .jax_pairs import Pairs
+from .jax_pairs import Pairs, opaque
 
 LOG2E = math.log2(math.e)
 FEW_COORDINATES = 8
@@ -211,7 +211,7 @@ def _launch(kernel, tiles: _Tiles, pairs: Pairs, rows: dict, columns: dict) -> j
     specs += [_spec(name, part, pairs.problems, None) for name, part in columns.items()]
     tail = (_power(tiles.values),) if tiles.values else ()
     out = pairs.problems, tiles.splits, tiles.padded_rows, *tail
-    return pl.pallas_call(
+    launch = pl.pallas_call(
         functools.partial(_entry, kernel, tiles, tuple(rows), tuple(columns)),
         out_shape=jax.ShapeDtypeStruct(out, jnp.float32),
         grid=(tiles.padded_rows // tiles.height, tiles.splits, pairs.problems),
@@ -220,7 +220,8 @@ def _launch(kernel, tiles: _Tiles, pairs: Pairs, rows: dict, columns: dict) -> j
         compiler_params=_compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="sinkhorn_reduce" if tiles.values else "sinkhorn_lse",
-    )(*rows.values(), *columns.values())
+    )
+    return opaque(launch)(*rows.values(), *columns.values())
 
 
 def _entry(kernel, tiles: _Tiles, row_names, column_names, *refs):

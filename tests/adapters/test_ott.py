@@ -133,14 +133,15 @@ def test_the_hosts_own_classes_are_left_alone():
 def test_bad_batch_sizes():
     x, y, *_ = clouds()
     for make in (pointcloud.PointCloud, adapter.PointCloud):
-        with pytest.raises(ValueError, match="batch_size is 'flahs'.*'flash'"):
+        with pytest.raises(ValueError, match=r"batch_size is 'flahs'.*'flash'"):
             make(x, y, batch_size="flahs")
 
 
 @pytest.mark.parametrize("first", ["import ott.geometry.pointcloud", "from flashot_backends.adapters import ott"])
 def test_either_import_comes_first(first):
     code = (
-        f"import warnings; warnings.simplefilter('error', RuntimeWarning)\nimport flashot_backends; flashot_backends.enable()\n{first}\n"
+        "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
+        f"import flashot_backends; flashot_backends.enable()\n{first}\n"
         "import jax.numpy as jnp; from ott.geometry import pointcloud\n"
         "print(type(pointcloud.PointCloud(jnp.ones((3, 2)), batch_size='flash')).__module__)"
     )

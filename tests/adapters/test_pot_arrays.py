@@ -114,7 +114,7 @@ def test_jax_log_needs_numbers(pot, problem, jnp):
     import jax
 
     a, b, M = (jnp.asarray(array) for array in (problem.a, problem.b, problem.M))
-    with pytest.raises(TypeError, match="log=True.*jax.jit"):
+    with pytest.raises(TypeError, match=r"log=True.*jax.jit"):
         jax.jit(lambda M: pot.sinkhorn(a, b, M, 0.1, method="flash", log=True)[0])(M)
 
 

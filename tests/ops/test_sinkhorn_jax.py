@@ -120,7 +120,7 @@ def test_one_matrix_for_many_histograms():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_narrow_inputs_have_float32_potentials(dtype):
-    x, y, a, b, epsilon = cases.problem()
+    x, y, a, b, _ = cases.problem()
     narrow = PointCloud(x.astype(dtype), y.astype(dtype))
     options = {"epsilon": 0.5, "max_iterations": 20, "tolerance": 0}
     solution = solve(narrow, a.astype("float32"), b.astype("float32"), **options)
@@ -192,9 +192,9 @@ REFUSED = {
     "whole numbers": (lambda p: DenseCost(jnp.ones((2, 2), int)), TypeError, "M has dtype int64"),
     "rank": (lambda p: DenseCost(p[2]), ValueError, r"M has shape \(7,\)"),
     "length of a": (lambda p: solve(PointCloud(*p[:2]), p[3], p[3], epsilon=1.0), ValueError, r"a has shape \(9,\)"),
-    "dtype of a": (lambda p: solve(PointCloud(*p[:2]), p[2].astype("float32"), epsilon=1.0), TypeError, "a has dtype"),
+    "dtype of a": (lambda p: solve(PointCloud(*p[:2]), p[2].astype("float32"), epsilon=1.0), TypeError, "dtype"),
     "negative a": (lambda p: solve(PointCloud(*p[:2]), -p[2], p[3], epsilon=1.0), ValueError, "a holds -.*negative"),
-    "masses": (lambda p: solve(PointCloud(*p[:2]), 2 * p[2], p[3], epsilon=1.0), ValueError, "masses of a and b differ"),
+    "masses": (lambda p: solve(PointCloud(*p[:2]), 2 * p[2], p[3], epsilon=1.0), ValueError, "masses of a"),
     "nan": (lambda p: solve(PointCloud(p[0] * jnp.nan, p[1]), epsilon=1.0), ValueError, "x holds NaN"),
     "nan in M": (lambda p: solve(DenseCost(jnp.full((2, 2), jnp.nan)), epsilon=1.0), ValueError, "M holds nan"),
     "epsilon": (lambda p: solve(PointCloud(*p[:2]), epsilon=0), ValueError, "epsilon is 0"),

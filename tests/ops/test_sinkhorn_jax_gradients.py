@@ -25,7 +25,8 @@ def score(f, g, plan, cost, values):
     """A number that every result has a part in."""
     waves = jnp.cos(jnp.arange(values.size).reshape(values.shape))
     moved = jnp.einsum("nm,mk->nk", plan, values) if not callable(plan) else plan(values)
-    return (moved[..., :3] * waves[: moved.shape[0]]).sum() + (jnp.sin(f) ** 2).sum() + (g * waves[:, 0]).sum() + cost**2
+    of_potentials = (jnp.sin(f) ** 2).sum() + (g * waves[:, 0]).sum()
+    return (moved * waves[: moved.shape[0]]).sum() + of_potentials + cost**2
 
 
 def ours(x, y, a, b, epsilon, iterations, kind="points", shift=0.0, **options):
@@ -114,7 +115,7 @@ def test_envelope(convention):
 @pytest.mark.parametrize("what", [lambda s: s.f.sum(), lambda s: s.plan()[0, 0], lambda s: s.linear_cost()])
 def test_envelope_is_of_the_value_alone(what):
     x, y, a, b, epsilon = cases.problem()
-    with pytest.raises(NotImplementedError, match="value.. alone"):
+    with pytest.raises(NotImplementedError, match=r"value\(\) alone"):
         jax.grad(lambda x: what(solve(PointCloud(x, y), a, b, epsilon=epsilon, gradient="envelope")))(x)
 
 

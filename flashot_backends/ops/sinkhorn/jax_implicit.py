@@ -1,9 +1,9 @@
-"""Derivative of the fixed point f = softmin(g), g = softmin(f), whatever loop found it, by the implicit function theorem.
+"""Derivative of the fixed point f = softmin(g), g = softmin(f), whatever loop found it: the implicit function theorem.
 
 With R and K the plan over its row sums and, transposed, over its column sums, the adjoints of the half steps solve
-λ = f̄ − Kᵀμ and μ = ḡ − Rᵀλ. For μ = c ν, c the column sums, this is (diag c − Pᵀ diag(1/r) P) ν = ḡ − Rᵀ f̄: symmetric, and
-positive on what is orthogonal to constants. Conjugate gradients with two streamed products a step; memory does not grow
-with the iterations.
+λ = f̄ − Kᵀμ and μ = ḡ − Rᵀλ. For μ = c ν, c the column sums, this is (diag c − Pᵀ diag(1/r) P) ν = ḡ − Rᵀ f̄: symmetric,
+and positive on what is orthogonal to constants. Conjugate gradients with two streamed products a step; memory does not
+grow with the iterations.
 """
 
 from __future__ import annotations

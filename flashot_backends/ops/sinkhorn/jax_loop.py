@@ -67,9 +67,11 @@ class Updates:
         return minus(self.epsilon, self.kernel.lse(self.columns_first, h, near))
 
     def h_rows(self, f: jax.Array) -> jax.Array:
+        """log a + f/ε."""
         return scaling(self.log_a, f, self.epsilon)
 
     def h_columns(self, g: jax.Array) -> jax.Array:
+        """log b + g/ε."""
         return scaling(self.log_b, g, self.epsilon)
 
 
@@ -158,8 +160,9 @@ class Gradients(NamedTuple):
 
     @classmethod
     def none(cls, updates: Updates) -> Gradients:
-        pairs, log_a, log_b = updates.pairs, updates.log_a, updates.log_b
-        return cls(jax.tree.map(jnp.zeros_like, pairs), jnp.zeros_like(log_a), jnp.zeros_like(log_b), jnp.zeros_like(log_a))
+        """Nothing passed yet."""
+        log_a, log_b = jnp.zeros_like(updates.log_a), jnp.zeros_like(updates.log_b)
+        return cls(jax.tree.map(jnp.zeros_like, updates.pairs), log_a, log_b, log_a)
 
 
 class Walk:

@@ -139,10 +139,10 @@ def checked_control(
         raise ValueError(f"gradient_tolerance is {given!r}; accepted is a number between 0 and 1")
     choices = {"norm": (norm, NORMS), "acceleration": (acceleration, ("auto", None)),
                "precision": (precision, ("high", "fast", None)), "gradient": (gradient, GRADIENTS)}  # fmt: skip
-    for name, (given, accepted) in choices.items():
-        if given not in accepted:
-            raise ValueError(f"{name} is {given!r}; accepted for JAX arrays is one of {accepted}")
-    return Control(int(max_iterations), int(check_every), norm, float(tolerance) > 0, gradient, float(gradient_tolerance or 0))
+    for name, (value, accepted) in choices.items():
+        if value not in accepted:
+            raise ValueError(f"{name} is {value!r}; accepted for JAX arrays is one of {accepted}")
+    return Control(int(max_iterations), int(check_every), norm, bool(tolerance > 0), gradient, float(given or 0))
 
 
 # ---------------------------------------------------------------------------------------------------------- values

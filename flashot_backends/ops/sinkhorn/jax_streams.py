@@ -28,6 +28,7 @@ class Wants(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Pairs) -> Wants:
+        """What moves, of costs that carry the marks of ``symbolic_zeros``."""
         parts = (pairs.x, pairs.y, pairs.matrix)
         moved = any(part is not None and part.perturbed for part in parts)
         return cls(() if moved else None, () if pairs.epsilon.perturbed else None)
@@ -39,6 +40,7 @@ def values_of(tree: Any) -> Any:
 
 
 def instantiated(cotangent: Any, like: jax.Array) -> jax.Array:
+    """A gradient as an array, also where it is known to be zero."""
     return jnp.zeros_like(like) if isinstance(cotangent, jax.custom_derivatives.SymbolicZero) else cotangent
 
 

@@ -1,0 +1,148 @@
+"""The Pallas kernels without their chips: values through the interpreter, lowering, and compilation."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from flashot_backends.kernels.sinkhorn import jax_reference, pallas_gpu, pallas_tpu  # noqa: E402
+from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs, prepare  # noqa: E402
+from flashot_backends.ops.sinkhorn.jax_problem import Request  # noqa: E402
+
+# Problems, whether they share one cost, rows, columns, coordinates.
+SIZES = [(1, False, 37, 50, 3), (2, True, 70, 300, 2), (2, False, 20, 140, 12)]
+
+
+def operands(problems, shared, n, m, d):
+    """Pairs in float32, and h with a column left out."""
+    rng = np.random.default_rng(0)
+    leading = 1 if shared else problems
+    x, y = (jnp.asarray(rng.normal(size=(leading, k, d)) + 3, "float32") for k in (n, m))
+    h = jnp.asarray(rng.normal(size=(problems, m)) - 5, "float32").at[:, 0].set(-jnp.inf)
+    return prepare(x, y, jnp.linspace(0.5, 1, problems, dtype="float32") * d / 3), h
+
+
+@pytest.fixture(params=[pallas_gpu, pallas_tpu], ids=["gpu", "tpu"])
+def kernel(request, monkeypatch):
+    monkeypatch.setattr(request.param, "interpret", True)
+    return request.param
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_lse(kernel, size):
+    pairs, h = operands(*size)
+    wanted = jax_reference.lse(pairs, h)
+    for guess in (None, wanted, wanted + 300, wanted - 300):
+        np.testing.assert_allclose(kernel.lse(pairs, h, guess), wanted, rtol=1e-6, atol=5e-6)
+        if kernel is pallas_tpu:
+            break  # it needs no guess
+    nothing = kernel.lse(pairs, jnp.full_like(h, -jnp.inf), None)
+    assert bool((nothing == -jnp.inf).all())
+
+
+@pytest.mark.parametrize(("size", "power", "weighted"), [*zip(SIZES, (0, 2, 1), (True, False, True), strict=True)])
+def test_reduce(kernel, size, power, weighted):
+    pairs, h = operands(*size)
+    problems, _, n, m, _ = size
+    values, left, right = (jnp.cos(jnp.arange(problems * k * 5.0)).reshape(problems, k, 5) for k in (m, n, m))
+    factors = (left, right) if weighted else (None, None)
+    s = -jax_reference.lse(pairs, h)
+    wanted = jax_reference.reduce(pairs, s, h, values, power, *factors)
+    found = kernel.reduce(pairs, s, h, values, power, *factors)
+    np.testing.assert_allclose(found, wanted, atol=3e-6 * float(abs(wanted).max()))
+
+
+def test_second_derivatives_are_refused(kernel):
+    pairs, h = operands(*SIZES[0])
+    with pytest.raises(NotImplementedError, match="backend='chunked'"):
+        jax.jvp(lambda h: kernel.lse(pairs, h), (h,), (h,))
+
+
+def test_wide_values(kernel, monkeypatch):
+    """More columns than a tile holds."""
+    monkeypatch.setattr(pallas_gpu, "LARGEST_WIDTH", 4)
+    pairs, h = operands(*SIZES[0])
+    values, s = jnp.cos(jnp.arange(450.0)).reshape(1, 50, 9), -jax_reference.lse(pairs, h)
+    np.testing.assert_allclose(kernel.reduce(pairs, s, h, values), jax_reference.reduce(pairs, s, h, values), atol=5e-6)
+
+
+def test_split():
+    numbers = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, 10_000), "float32")
+    hi, lo = pallas_gpu.split(numbers)
+    restored = np.asarray(hi, float) + np.asarray(lo, float) / pallas_gpu.SPLIT
+    assert abs(restored - np.asarray(numbers, float)).max() < 2**-22
+
+
+def exported(kernel, function, platform, size=(1, False, 1000, 700, 64)):
+    _, _, n, m, d = size
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, n, d), (1, m, d), (1,), (1, n), (1, m))]
+    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)
+    return export(*arrays).mlir_module()
+
+
+@pytest.mark.parametrize(("kernel_", "platform", "call"), [
+    (pallas_gpu, "cuda", "xla.gpu.triton"), (pallas_tpu, "tpu", "tpu_custom_call"),
+])  # fmt: skip
+@pytest.mark.parametrize("d", [3, 64])
+def test_lowering(kernel_, platform, call, d):
+    def both(x, y, epsilon, s, t):
+        pairs = prepare(x, y, epsilon)
+        return kernel_.lse(pairs, t, s), kernel_.reduce(pairs, s, t, pairs.y, 1, s[:, :, None], t[:, :, None])
+
+    assert exported(kernel_, both, platform, (1, False, 1000, 700, d)).count(call) >= 2
+
+
+COMPILE = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from flashot_backends.kernels.sinkhorn import pallas_tpu
+from flashot_backends.ops.sinkhorn import PointCloud, jax_problem, solve
+jax_problem.choose = lambda problem, backend: pallas_tpu
+from flashot_backends.ops.sinkhorn import jax_ops
+jax_ops.choose = jax_problem.choose
+for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
+    device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+    for d in (3, 64):
+        shape = jax.ShapeDtypeStruct((32768, d), jnp.float32, sharding=SingleDeviceSharding(device))
+        loss = lambda x, y: solve(PointCloud(x, y), epsilon=1.0, max_iterations=50).value()
+        compiled = jax.jit(jax.grad(loss)).lower(shape, shape).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 256 << 20
+        print("compiled", name, d)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu package of this jax")
+def test_ahead_of_time_compilation_of_32768_points():
+    """Catches what lowering does not: scoped memory, layouts. In its own process, for libtpu reads the environment."""
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v6e-4",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.count("compiled") == 6, done.stderr[-3000:]
+
+
+def test_reasons():
+    request = Request("jax", "cuda", "points", "float32", "sqeuclidean", (1, 8, 8), 3)
+    for kernel_ in (pallas_gpu, pallas_tpu):
+        assert kernel_.applies(request) is None
+        refused = ("dtype", "float64", "float64"), ("kind", "matrix", "matrix"), ("width", 1024, "1024")
+        for field, value, word in refused:
+            assert word in kernel_.applies(request._replace(**{field: value}))
+
+
+def test_pairs_turn():
+    pairs, _ = operands(*SIZES[0])
+    assert (pairs.T.rows, pairs.T.columns, pairs.problems) == (50, 37, 1)
+    matrix = Pairs(None, None, jnp.zeros((2, 3, 4)), jnp.ones(2))
+    assert (matrix.T.rows, matrix.T.columns, matrix.T.matrix.shape) == (4, 3, (2, 4, 3))
