@@ -15,14 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 TOLERANCE = 2e-7  # relative to a sum: no more than float32 rounds
 MOST_DIMENSIONS = 3
-MOST_CELLS = 125  # of one cloud: their moments as seen from each other take up to 150 MB
+MOST_CELLS = 512  # of one cloud
+MONOMIALS = 286  # up to degree 10 in three coordinates, where cells are as wide as they may be
 ROWS = 1 << 13  # points whose monomials are held at once on a CPU, in its caches
 ROWS_DEVICE = 1 << 16
 
@@ -50,10 +51,11 @@ class Field(NamedTuple):
 
     def pays(self, epsilon: float) -> bool:
         """Whether this way is clearly quicker than a pass over all pairs."""
-        count = math.prod(cells_across(self.low, self.high, epsilon))
-        return count <= MOST_CELLS and 1.5 * _seconds(len(self.x), len(self.y), count, self.x.device.type) < _dense(
-            len(self.x), len(self.y), self.x.device.type
-        )
+        count, size = math.prod(cells_across(self.low, self.high, epsilon)), (len(self.x), len(self.y))
+        if count > MOST_CELLS:
+            return False
+        device = self.x.device.type
+        return 1.5 * _seconds(*size, count, device) < _dense(*size, device)
 
     def softmins(self, epsilon: float, biases: Sequence[Tensor]) -> list[Tensor]:
         """Softmins of x by y, of y by x, and where asked for of x by x and of y by y, from the columns' biases h."""
@@ -63,8 +65,13 @@ class Field(NamedTuple):
 
 
 def _seconds(n: int, m: int, cells: int, device: str) -> float:
-    costs = COSTS.get(device, COSTS["cuda"])
-    return 2 * cells * costs.cell + (n + m) * (costs.point + cells * costs.share)
+    costs, rounds = COSTS.get(device, COSTS["cuda"]), -(-4 * MONOMIALS * cells**2 // _room(n + m))
+    return (1 + rounds) * (cells * costs.cell + (n + m) * costs.point / 2) + (n + m) * cells * costs.share
+
+
+def _room(points: int) -> int:
+    """How many moments (float64) may be held at once: 128 MB of them, or half a kilobyte for each point."""
+    return max(1 << 24, 64 * points)
 
 
 def _dense(n: int, m: int, device: str) -> float:
@@ -140,34 +147,45 @@ def softmins(clouds: list[Cells], biases: Sequence[Tensor], epsilon: float) -> l
     """−ε log Σ_j exp(h_j − |x_i − y_j|²/2ε) for the first of ``PAIRS``, both clouds in the cells that belong to ε."""
     tasks = list(zip(PAIRS, biases, strict=False))
     basis = Basis.up_to(_degree(max(cells.half_diagonal for cells in clouds) ** 2), clouds[0].u)
-    moments = [_Moments(clouds[rows], clouds[columns], h, basis.exponents.shape[1]) for (rows, columns), h in tasks]
     outs = [clouds[rows].u.new_empty(len(clouds[rows].order)) for (rows, _), _ in tasks]
+    most = max(len(cells.counts) for cells in clouds)
+    each = len(tasks) * most * basis.exponents.shape[1]
+    together = max(1, _room(sum(len(cells.order) for cells in clouds)) // each)
+    for first in range(0, most, together):
+        _some(clouds, tasks, basis, slice(first, first + together), outs)
+    return [out.mul_(-epsilon) for out in outs]
+
+
+def _some(clouds: list[Cells], tasks: list[Any], basis: Basis, part: slice, outs: list[Tensor]) -> None:
+    """The softmins of the points in some cells of rows."""
+    moments = [_Moments(clouds[rows], clouds[columns], h, part, basis) for (rows, columns), h in tasks]
     for which, cells in enumerate(clouds):
         given = [each for (pair, _), each in zip(tasks, moments, strict=True) if pair[1] == which]
-        for number, piece, monomials in _walk(cells, basis):
+        for number, piece, monomials in _walk(cells, basis, slice(None)):
             for each in given:
                 each.add(number, piece, monomials)
     for which, cells in enumerate(clouds):
         wanted = [(each, out) for (pair, _), each, out in zip(tasks, moments, outs, strict=True) if pair[0] == which]
-        for number, piece, monomials in _walk(cells, basis):
+        for number, piece, monomials in _walk(cells, basis, part):
             for each, out in wanted:
                 out[cells.order[piece]] = each.log_sums(number, piece, monomials)
-    return [out.mul_(-epsilon) for out in outs]
 
 
 class _Moments:
-    """Of each cell of columns as seen from each cell of rows, around the largest bias in the cell."""
+    """Of each cell of columns as seen from some cells of rows, around the largest bias in the cell."""
 
-    def __init__(self, rows: Cells, columns: Cells, h: Tensor, count: int):
-        self.rows, self.columns = rows, columns
+    def __init__(self, rows: Cells, columns: Cells, h: Tensor, part: slice, basis: Basis):
+        self.rows, self.columns, self.first = rows, columns, part.start
+        self.seen_from = rows.centres[part]
         self.biases = h.double()[columns.order] - 0.5 * columns.u.square().sum(0)
         tops = torch.stack([self.biases[part].amax() for part in columns.slices])
         self.tops = torch.where(tops.isinf(), 0.0, tops)
-        self.values = h.new_zeros(len(rows.counts), len(columns.counts), count, dtype=torch.float64)
+        shape = len(self.seen_from), len(columns.counts), basis.exponents.shape[1]
+        self.values = h.new_zeros(shape, dtype=torch.float64)
 
     def add(self, number: int, piece: slice, monomials: Tensor) -> None:
         """Take some points of a cell of columns in."""
-        apart = self.rows.centres - self.columns.centres[number]
+        apart = self.seen_from - self.columns.centres[number]
         weights = torch.addmm(self.biases[piece] - self.tops[number], apart, self.columns.u[:, piece]).exp_()
         self.values[:, number] += weights @ monomials.T
 
@@ -176,14 +194,14 @@ class _Moments:
         u, apart = self.rows.u[:, piece], self.rows.centres[number] - self.columns.centres
         exponents = torch.addmm((self.tops - 0.5 * apart.square().sum(1))[:, None], apart, u, alpha=-1)
         top = exponents.amax(0)
-        sums = exponents.sub_(top).exp_().mul_(self.values[number] @ monomials).sum(0)
+        sums = exponents.sub_(top).exp_().mul_(self.values[number - self.first] @ monomials).sum(0)
         return sums.log_().add_(top).sub_(0.5 * u.square().sum(0))
 
 
-def _walk(cells: Cells, basis: Basis) -> Iterator[tuple[int, slice, Tensor]]:
+def _walk(cells: Cells, basis: Basis, wanted: slice) -> Iterator[tuple[int, slice, Tensor]]:
     """Cell by cell, some points at a time, with their monomials (K, n)."""
     rows = ROWS if cells.u.device.type == "cpu" else ROWS_DEVICE
-    for number, part in enumerate(cells.slices):
+    for number, part in list(enumerate(cells.slices))[wanted]:
         for start in range(part.start, part.stop, rows):
             piece = slice(start, min(start + rows, part.stop))
             yield number, piece, basis(cells.u[:, piece])
