@@ -21,8 +21,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from flashot_backends.kernels.attention.chunked import score_gradient
 from flashot_backends.kernels.attention.pairs import Pairs
 from flashot_backends.kernels.attention.tuning import LARGEST_BLOCK, gpu_blocks
+
+__all__ = ["applies", "apply", "half_step", "lse", "matvec", "prepare", "pull", "score_gradient"]
 
 whole = False
 one_pass = False
@@ -39,8 +42,6 @@ def applies(request) -> str | None:
     """A reason why this kernel cannot serve `request`, or None."""
     if request.dtype == "float64":
         return "float64 runs in the chunked tier"
-    if request.dense:
-        return "dense masks and biases run in the chunked tier; padding, segments and bands run here"
     if max(request.d, request.e) > LARGEST_FEATURES:
         return f"at most {LARGEST_FEATURES} features per head fit a tile, not {max(request.d, request.e)}"
     return None
@@ -48,7 +49,7 @@ def applies(request) -> str | None:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "y", "x_unit", "y_unit", "scale", "x_ids", "y_ids"],
+    data_fields=["x", "y", "x_unit", "y_unit", "scale", "x_ids", "y_ids", "dense", "transposed"],
     meta_fields=["rows", "columns", "features", "window", "packed"],
 )
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Laid:
 
     x, y: tuples of one array (P or fewer, padded, D), or of two float16 parts whose sum times the unit (P,) is the
     original. scale: (P,) from products of parts to scores in base 2. packed: pairs whose ids differ are off the
-    support; else ids only tell padding, by being negative.
+    support; else ids only tell padding, by being negative. dense: what came as large as the scores is, "mask"
+    (int8) and "bias" (in base 2), (P or fewer, padded, padded); transposed: the same seen from the columns.
     """
 
     x: tuple[jax.Array, ...]
@@ -67,6 +69,8 @@ class Laid:
     scale: jax.Array
     x_ids: jax.Array | None
     y_ids: jax.Array | None
+    dense: dict[str, jax.Array]
+    transposed: dict[str, jax.Array]
     rows: int
     columns: int
     features: int
@@ -82,7 +86,7 @@ class Laid:
     def T(self) -> Laid:  # noqa: N802
         """The same problems with rows and columns exchanged."""
         swapped = replace(self, x=self.y, y=self.x, x_unit=self.y_unit, y_unit=self.x_unit)
-        swapped = replace(swapped, x_ids=self.y_ids, y_ids=self.x_ids)
+        swapped = replace(swapped, x_ids=self.y_ids, y_ids=self.x_ids, dense=self.transposed, transposed=self.dense)
         return replace(swapped, rows=self.columns, columns=self.rows)
 
 
@@ -97,7 +101,9 @@ def prepare(pairs: Pairs) -> Laid:
     scale = pairs.scale * LOG2E if x_unit is None else pairs.scale * LOG2E * x_unit * y_unit
     packed = pairs.packed and pairs.x_ids is not None
     sizes = pairs.rows, pairs.columns, pairs.x.shape[-1]
-    return Laid(x, y, x_unit, y_unit, scale, x_ids, y_ids, *sizes, pairs.window, packed)
+    dense = _dense(pairs)
+    transposed = {name: jnp.swapaxes(part, 1, 2) for name, part in dense.items()}
+    return Laid(x, y, x_unit, y_unit, scale, x_ids, y_ids, dense, transposed, *sizes, pairs.window, packed)
 
 
 def lse(laid: Laid, w: jax.Array) -> jax.Array:
@@ -162,6 +168,15 @@ def _parts(array: jax.Array, problems: int) -> tuple[tuple[jax.Array, ...], Any]
     return parts, jnp.repeat(unit, problems // unit.shape[0])
 
 
+def _dense(pairs: Pairs) -> dict[str, jax.Array]:
+    dense = {}
+    if pairs.mask is not None:
+        dense["mask"] = pairs.mask.astype(jnp.int8)
+    if pairs.bias is not None:
+        dense["bias"] = pairs.bias.astype(jnp.float32) * LOG2E
+    return {name: _tokens(_tokens(part, 0, 1), 0, 2) for name, part in dense.items()}
+
+
 def _tokens(array: jax.Array, value, axis: int = -1) -> jax.Array:
     """Pad the tokens to whole blocks."""
     axis %= array.ndim
@@ -202,6 +217,10 @@ def _score_tile(shape: _Shape, rows, columns, scalars, tile):
     y = _parts_at(shape, columns["features"], tile)
     scores = _multiply(rows["features"], y, 1) * scalars["scale"]
     scores = scores + (_column_potential(shape, columns, tile)[None, :] + rows["around"][:, None])
+    if "bias" in columns:
+        scores = scores + columns["bias"][:, _tile(shape, tile)]
+    if "mask" in columns:
+        scores = jnp.where(columns["mask"][:, _tile(shape, tile)] != 0, scores, -jnp.inf)
     if shape.window is not None:
         scores = _in_band(shape.window, rows["first"] - tile * shape.width, scores)
     if shape.packed:
@@ -386,7 +405,7 @@ def _run(kernel, laid: Laid, rows: dict, columns: dict, scalars: dict | None = N
     blocks = gpu_blocks(kernel.__name__, len(laid.x), max(laid.features, width), laid.problems, *padded)
     scalars = {"scale": laid.scale, **(scalars or {})}
     setting = blocks, laid.rows, laid.window, laid.packed, width and _power(width), interpret
-    out = _launch(kernel, *setting, scalars, rows, columns)
+    out = _launch(kernel, *setting, scalars, rows, columns, laid.dense)
     return out[:, : laid.rows, :width] if width else out[:, : laid.rows]
 
 
@@ -395,10 +414,10 @@ def _operand(part, value):
 
 
 @functools.partial(jax.jit, static_argnums=range(7))
-def _launch(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns):
+def _launch(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns, dense):
     """Jitted on its own, so that the half-steps of a call share one trace."""
     setting = kernel, blocks, n, window, packed, width, interpreted
-    return _foldable(functools.partial(_call, *setting))(scalars, rows, columns)
+    return _foldable(functools.partial(_call, *setting))(scalars, rows, columns, dense)
 
 
 def _foldable(function):
@@ -417,15 +436,16 @@ def _foldable(function):
     return folding
 
 
-def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns):
+def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, columns, dense):
     height, breadth, warps, stages = blocks
     (problems,), padded = scalars["scale"].shape, rows["features"][0].shape[1]
     shape = _Shape(n, height, padded // height, breadth, columns["features"][0].shape[1] // breadth, window, packed)
-    groups = scalars, rows, columns
+    groups = scalars, rows, columns, dense
     specs = (
         jax.tree.map(lambda _: pl.BlockSpec((1,), lambda program: (_div(program, shape.strips),)), scalars),
         jax.tree.map(functools.partial(_row_spec, shape, problems), rows),
         jax.tree.map(functools.partial(_column_spec, shape, problems), columns),
+        jax.tree.map(functools.partial(_row_spec, shape, problems), dense),
     )
     leaves, structure = jax.tree.flatten(groups)
     out = (problems, padded, width) if width else (problems, padded)
@@ -442,11 +462,11 @@ def _call(kernel, blocks, n, window, packed, width, interpreted, scalars, rows, 
 
 
 def _entry(kernel, shape, structure, *refs):
-    scalars, rows, columns = jax.tree.unflatten(structure, refs[:-1])
+    scalars, rows, columns, dense = jax.tree.unflatten(structure, refs[:-1])
     rows = {name: _resident(part) for name, part in rows.items()}
     strip = _rem(pl.program_id(0), shape.strips)  # the interpreter knows it only outside of loops
     rows["first"] = strip * shape.height
-    kernel(shape, rows, columns, {name: ref[0] for name, ref in scalars.items()}, refs[-1])
+    kernel(shape, rows, {**columns, **dense}, {name: ref[0] for name, ref in scalars.items()}, refs[-1])
 
 
 def _resident(part):

@@ -18,6 +18,7 @@ SUPPORTS = {
     "padding": ({"key_mask": jnp.arange(N) < N - 9}, N),
     "rectangular": ({}, N + 30),
     "segments": ({"segments": jnp.arange(N) // 13}, N),
+    "mask": ({"mask": (jnp.arange(N)[:, None] - jnp.arange(N)) % N < 17, "bias": cases.normal(8, N, N)}, N),
 }
 
 
@@ -40,7 +41,11 @@ def loss_and_gradients(monkeypatch, kernel, kind, bin_kind, dtype=jnp.float32, *
     return jax.value_and_grad(loss, (0, 1, 2, 3))(*tokens(m, dtype), cases.parts(dtype=dtype))
 
 
-KINDS = [("band", "token"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS)]
+KINDS = [
+    ("band", "token"),
+    ("mask", None),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS),
+]
 
 
 @pytest.mark.parametrize(("kind", "bin_kind"), KINDS)
@@ -132,7 +137,7 @@ def test_forward_and_backward_lower_to_triton(monkeypatch, dtype, d):
 def test_reasons():
     request = api.AttentionRequest("cuda", "float64", 1, 8, 8, 4, 4, None, False, False)
     assert "float64" in pallas_gpu.applies(request)
-    for field, value, word in (("dense", True, "dense"), ("d", 512, "256")):
+    for field, value, word in (("d", 512, "256"), ("e", 300, "256")):
         changed = {**request.__dict__, "dtype": "float32", field: value}
         assert word in pallas_gpu.applies(api.AttentionRequest(**changed))
     assert pallas_gpu.applies(api.AttentionRequest(**{**request.__dict__, "dtype": "bfloat16"})) is None
