@@ -1,7 +1,7 @@
 """Errors against float64, as tables: ``python -m benchmarks.accuracy`` (in a checkout, after installing it).
 
-Every problem is solved twice with the same number of plain iterations, by the kernel that is asked for and, from the same
-rounded inputs, by the plain reference in float64: what differs is the kernel's arithmetic and nothing else.
+Every problem is solved twice with the same number of plain iterations, by the kernel that is asked for and, from the
+same rounded inputs, by the plain reference in float64: what differs is the kernel's arithmetic and nothing else.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_against_dense_autograd(kind, name, backend):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_narrow_inputs(kind, dtype):
-    """Gradients have the dtype of the input, and its accuracy: their parts are added in that dtype."""
+    """Gradients have the dtype of the input, and its accuracy: their parts, which cancel, are added in float32."""
     *_, epsilon, _ = arguments(kind)
     tensors = [part.requires_grad_() for part in make(kind, dtype=dtype)[1]]
     given = [weights(7, dtype=torch.float32).requires_grad_(), weights(9, seed=1, dtype=torch.float32).requires_grad_()]
@@ -83,7 +83,7 @@ def test_narrow_inputs(kind, dtype):
     *tensors, a, b, epsilon = real = [part.detach().double().requires_grad_() for part in parts]
     right = Plain(tensors, a, b, epsilon, None, 4)
     wanted = torch.autograd.grad(1000 * right.P.square().sum(), real)
-    digits = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
+    digits = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for part, ours, exact in zip(parts, found, wanted, strict=True):
         assert ours.dtype == part.dtype
         assert (ours.double() - exact).norm() <= digits * exact.norm()

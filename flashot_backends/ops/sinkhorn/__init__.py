@@ -59,14 +59,14 @@ def solve(
         in one batch, and what comes back is a list of solutions. Weights and starting points are lists too, ε is one
         number or one for each.
     a, b : arrays (..., n) and (..., m), optional
-        Weights of equal mass (of any mass where a side has a reach), in the cost's dtype (float32 too for 16-bit costs);
-        uniform, of mass 1, if left out. Zero weights are allowed.
+        Weights of equal mass (of any mass where a side has a reach), in the cost's dtype (float32 too for 16-bit
+        costs); uniform, of mass 1, if left out. Zero weights are allowed.
     epsilon : float or array (...)
         Regularisation, in the unit of the cost.
     reach : float, or pair (rows, columns) of float, array (...) or None, optional
         Strength ρ of the penalty ρ KL(P1 | a) on rows and ρ KL(Pᵀ1 | b) on columns, in the unit of the cost; one number
-        holds for both. None and infinity: the marginal is binding. No gradient goes through it. Before every look, f and
-        −g are moved by the constant that is best, so that large reaches converge as fast as binding marginals.
+        holds for both. None and infinity: the marginal is binding. No gradient goes through it. Before every look, f
+        and −g are moved by the constant that is best, so that large reaches converge as fast as binding marginals.
     max_iterations, tolerance, check_every, norm
         Stop when the error ‖Pᵀ1 − b‖ in the norm "l1" or "l2", looked at after iterations 1, 1 + check_every, …, is
         below the tolerance (with a reach: see ``Solution.error``). ``tolerance=0`` runs exactly ``max_iterations``.
@@ -75,8 +75,8 @@ def solve(
         "overrelaxation" goes beyond each update, by factors that follow from the errors seen; an iteration that is
         looked at is plain, and while convergence is slow only every second look (or fourth…, up to 32 iterations) takes
         place. "annealing" begins with ten relaxed iterations under each of 4ᵏε, …, 4ε, from the costs' deviation down;
-        they count, and pay where ε is below a thousandth of the costs. "auto": over-relaxation; but ``tolerance=0`` asks
-        for a number of iterations, and they are plain. None: plain alternating iterations.
+        they count, and pay where ε is below a thousandth of the costs. "auto": over-relaxation; but ``tolerance=0``
+        asks for a number of iterations, and they are plain. None: plain alternating iterations.
     init : (f, g), optional
         Potentials to start from, (..., n) and (..., m). The first update makes g from f.
     gradient : "unrolled", "envelope" or "implicit"
@@ -129,7 +129,7 @@ def solve(
         return ragged.solve(cost, a, b, epsilon, reach, init, how)
     problem = make_problem(cost, a, b, epsilon, reach)
     state, fixed = run(problem, starting_point(problem, init), how)
-    return Solution(cost, problem, state, how.kernel(problem.metric), fixed)
+    return Solution(cost, problem, state, how.kernel(problem), fixed)
 
 
 def softmin(

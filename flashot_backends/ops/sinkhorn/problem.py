@@ -38,6 +38,7 @@ class Problem(NamedTuple):
     weighted: bool = True  # weights were given, and some may be zero
     reach: Tensor | None = None  # (B, 2) float64: ρ of rows and of columns, infinite where the marginal is binding
     rho: tuple[float, float] = (math.inf, math.inf)  # the same as numbers; NaN where they came as arrays
+    narrow: str = ""  # the dtype of 16 bits that the cost holds in float32 here, where gradients are added
 
     def shaped(self, flat: Tensor) -> Tensor:
         """Give a result its batch axes back."""
@@ -51,8 +52,11 @@ class Problem(NamedTuple):
         return flatten(shaped, self.batch, tail)
 
 
-def make_problem(cost: Any, a: Any, b: Any, epsilon: Any, reach: Any = None) -> Problem:
-    """Check a transport problem (all but the values, which cost a pass over the data) and flatten its batch."""
+def make_problem(cost: Any, a: Any, b: Any, epsilon: Any, reach: Any = None, widen: bool = True) -> Problem:
+    """Check a transport problem (all but the values, which cost a pass over the data) and flatten its batch.
+
+    Gradients by a cost of 16 bits come in parts, that may cancel; ``widen`` has them added in float32.
+    """
     if not isinstance(cost, PointCloud | DenseCost):
         raise TypeError(f"cost is a {type(cost).__name__}; accepted are PointCloud and DenseCost")
     n, m = cost.shape[-2:]
@@ -66,13 +70,17 @@ def make_problem(cost: Any, a: Any, b: Any, epsilon: Any, reach: Any = None) -> 
     for name, shape in shapes.items():
         batch = broadcast_batch(batch, tuple(shape), "cost", name)
     form = kernel_form(cost)
-    x, *y = (flatten(part, batch, tuple(part.shape[-2:])) for part in form.tensors)
+    tensors, narrow = form.tensors, ""
+    if widen and form.x.dtype in (torch.float16, torch.bfloat16) and any(part.requires_grad for part in tensors):
+        tensors, narrow = tuple(part.float() for part in tensors), str(form.x.dtype).removeprefix("torch.")
+    x, *y = (flatten(part, batch, tuple(part.shape[-2:])) for part in tensors)
     offsets = None
     if form.alpha is not None and form.beta is not None:
         offsets = flatten(form.alpha.to(a_.dtype), batch, (n,)), flatten(form.beta.to(a_.dtype), batch, (m,))
     flat = flatten(a_, batch, (n,)), flatten(b_, batch, (m,)), flatten(epsilon_, batch, ())
     weighted, reach_ = a is not None or b is not None, reach_ if reach_ is None else flatten(reach_, batch, (2,))
-    return Problem(x, y[0] if y else None, *flat, batch, form.metric, cost.restore, offsets, weighted, reach_, rho)
+    rest = batch, form.metric, cost.restore, offsets, weighted, reach_, rho, narrow
+    return Problem(x, y[0] if y else None, *flat, *rest)
 
 
 def weights(given: Any, name: str, count: int, cost: Any) -> Tensor:
@@ -124,7 +132,7 @@ def _as_number(given: Any) -> float:
     if not isinstance(given, numbers.Real):
         return math.nan
     if not float(given) > 0:
-        raise ValueError(f"reach is {given}; accepted are positive numbers, and infinity or None for a binding marginal")
+        raise ValueError(f"reach is {given}; accepted are positive numbers, infinity or None for a binding marginal")
     return float(given)
 
 
@@ -228,7 +236,7 @@ class SoftminProblem(NamedTuple):
 
 def make_softmin(cost: Any, h: Any, epsilon: Any, name: str = "h") -> SoftminProblem:
     """Check the arguments of ``softmin`` and flatten them."""
-    problem = make_problem(cost, None, None, epsilon)
+    problem = make_problem(cost, None, None, epsilon, widen=False)
     h_ = column_vector(cost, h, name).to(problem.a.dtype)
     n, m = cost.shape[-2:]
     batch = broadcast_batch(problem.batch, tuple(h_.shape[:-1]), "cost", name)

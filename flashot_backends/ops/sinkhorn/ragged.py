@@ -71,9 +71,9 @@ def _alike(problems: list[Problem]) -> dict[Any, list[int]]:
     found: dict[Any, list[int]] = {}
     for k, problem in enumerate(problems):
         width = None if problem.y is None else problem.x.shape[-1]
-        kind = problem.metric, problem.x.dtype, problem.x.device, width, problem.offsets is None, problem.rho
+        kind = problem.metric, problem.x.dtype, problem.narrow, problem.x.device, width, problem.offsets is None
         size = rounded(problem.a.shape[-1]), rounded(problem.b.shape[-1])
-        found.setdefault((*kind, *size), []).append(k)
+        found.setdefault((*kind, problem.rho, *size), []).append(k)
     return found
 
 
@@ -143,4 +143,4 @@ def _cut(cost: Any, problem: Problem, state: State, fixed: Any, position: int, h
     cut = _Slice(position, problem.a.shape[-1], problem.b.shape[-1])
     f, g = cut.of(state.f, state.g)
     alone = State(f, g, *(part[position : position + 1] for part in state[2:]))
-    return Solution(cost, problem, alone, how.kernel(problem.metric), None if fixed is None else cut.of(*fixed))
+    return Solution(cost, problem, alone, how.kernel(problem), None if fixed is None else cut.of(*fixed))

@@ -20,9 +20,10 @@ class Run(NamedTuple):
     precision: str
     backend: str
 
-    def kernel(self, metric: str) -> tuple[str, str, str]:
+    def kernel(self, problem: Problem) -> tuple[str, str, str]:
         """What every streamed operation is told of the kernel."""
-        return metric, self.precision, self.backend
+        narrow = f":{problem.narrow}" if problem.narrow else ""
+        return problem.metric, self.precision + narrow, self.backend
 
 
 def run(problem: Problem, f: Tensor, how: Run) -> tuple[State, tuple[Tensor, Tensor] | None]:
@@ -32,7 +33,7 @@ def run(problem: Problem, f: Tensor, how: Run) -> tuple[State, tuple[Tensor, Ten
     """
     offsets = (None, None) if problem.reach is None or problem.offsets is None else problem.offsets
     tensors = (*problem[:5], f, problem.reach, *offsets)
-    kernel = how.kernel(problem.metric)
+    kernel = how.kernel(problem)
     if how.gradient == "unrolled":
         return State(*torch_ops.solve(*tensors, *how.control, *kernel)), None
     detached = (None if part is None else part.detach() for part in tensors)
