@@ -287,11 +287,12 @@ def scores_kernel(
     SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
     ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr, INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
     REGISTERS: tl.constexpr, FOLD: tl.constexpr, CLOSE: tl.constexpr,
-    GROUPED: tl.constexpr,
+    GROUPED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Scores of one tile of queries and one document, or each ``groups``-th one from it.
 
-    Tiles run fastest, so neighbours share a document in cache.
+    Tiles run fastest, so neighbours share a document in cache. ``FLAT``: the next document is loaded before the scores
+    of this one are done.
     """
     program = tl.program_id(0)
     first = program // tiles
@@ -343,7 +344,7 @@ def scores_kernel(
         q_low = row
         q_back = row
     if GROUPED:
-        for each in range(first, documents, groups):
+        for each in tl.range(first, documents, groups, flatten=FLAT):
             document = program * 0 + each
             _score_document(
                 document, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,

@@ -93,6 +93,7 @@ def _forward_constants(problem, queries, record, coded):
     found["num_stages"] = found["STAGES"]  # for the loops that do not say it themselves
     found["FOLD"] = 0 if record or found["DOCUMENT_ROWS"] else found.get("FOLD", 0)
     found.setdefault("PROGRAMS", 0)
+    found.setdefault("FLAT", False)
     plain = coded is None and not exact and found["SIZE"] <= found["BD"] and not found["DOCUMENT_ROWS"]
     found["REGISTERS"] = plain and found.get("REGISTERS", False)
     int8, bits, unit = coded or (False, 0, False)

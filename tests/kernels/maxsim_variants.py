@@ -102,6 +102,7 @@ LAUNCHES = {
     "documents": {**BASIC, "DOCUMENT_ROWS": True},
     "registers": {**BASIC, "DOCUMENT_ROWS": False, "REGISTERS": True, "FOLD": 8},
     "shared": {**BASIC, "DOCUMENT_ROWS": False, "FOLD": 8, "PROGRAMS": 1},
+    "flat": {**BASIC, "DOCUMENT_ROWS": False, "PROGRAMS": 1, "FLAT": True},
 }
 
 

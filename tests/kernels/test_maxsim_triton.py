@@ -33,7 +33,7 @@ def launches(request, monkeypatch):
     """Both orientations, in tiles small enough that the interpreter meets several of them; documents shared or not."""
     rows = {"BQ": 32, "BT": 16, "DOCUMENT_ROWS": request.param == "documents", "STAGES": 2, "num_warps": 4}
     if request.param == "queries":
-        rows.update(REGISTERS=True, FOLD=8, PROGRAMS=1)
+        rows.update(REGISTERS=True, FOLD=8, PROGRAMS=1, FLAT=True)
         monkeypatch.setattr(triton, "TOGETHER", 10)
     monkeypatch.setattr(tuning, "processors", lambda _: 2)
     monkeypatch.setattr(tuning, "forward", lambda *_: dict(rows))
