@@ -16,7 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flashot_backends.kernels.attention.chunked import score_gradient
 from flashot_backends.kernels.attention.pairs import Pairs, potential
+
+__all__ = ["applies", "apply", "full_step", "half_step", "lse", "matvec", "prepare", "pull", "score_gradient"]
 
 whole = False
 one_pass = True
@@ -34,8 +37,6 @@ def applies(request) -> str | None:
     """A reason why this kernel cannot serve `request`, or None."""
     if request.dtype == "float64":
         return "float64 runs in the chunked tier"
-    if request.dense:
-        return "dense masks and biases run in the chunked tier; padding, segments and bands run here"
     if max(request.d, request.e) > LARGEST_FEATURES:
         return f"at most {LARGEST_FEATURES} features per head fit a tile, not {max(request.d, request.e)}"
     return None
@@ -129,6 +130,8 @@ def _score_tile(shape: _Shape, rows, columns, i, tile):
     """Scores of a strip with one tile of columns, −inf off the support. The one place for it."""
     x, y = rows["features"][...], columns["features"][...]
     scores = _dot(x, y, 1, 1) * rows["scale"][...]
+    if "bias" in columns:
+        scores = scores + columns["bias"][...]
     for allowed in _support(shape, rows, columns, i, tile):
         scores = jnp.where(allowed, scores, -jnp.inf)
     return scores
@@ -146,6 +149,8 @@ def _support(shape: _Shape, rows, columns, i, tile):
         yield jnp.abs(row - column) <= shape.window
     if shape.ids:
         yield _upright(rows["ids"][...]) == columns["ids"][...]
+    if "mask" in columns:
+        yield columns["mask"][...].astype(jnp.float32) > 0
 
 
 def _upright(vector):
@@ -360,7 +365,19 @@ def _operands(shape: _Shape, pairs: Pairs, rows: dict, columns: dict):
     if shape.ids:
         rows, columns = {**rows, "ids": pairs.x_ids}, {**columns, "ids": pairs.y_ids}
     rows = {name: _blockable(name, part, shape.row_tiles * shape.height) for name, part in rows.items()}
-    return rows, {name: _blockable(name, part, shape.tiles * shape.width) for name, part in columns.items()}
+    columns = {name: _blockable(name, part, shape.tiles * shape.width) for name, part in columns.items()}
+    return rows, columns | _dense(shape, pairs)
+
+
+def _dense(shape: _Shape, pairs: Pairs):
+    """What came as large as the scores are, padded to whole tiles."""
+    given = {
+        "mask": None if pairs.mask is None else pairs.mask.astype(jnp.int8),
+        "bias": None if pairs.bias is None else pairs.bias.astype(jnp.float32),
+    }
+    missing = shape.row_tiles * shape.height - shape.n, shape.tiles * shape.width - shape.m
+    amounts = ((0, 0), *((0, amount) for amount in missing))
+    return {name: jnp.pad(part, amounts) for name, part in given.items() if part is not None}
 
 
 def _blockable(name: str, array: jax.Array, length: int) -> jax.Array:
@@ -397,4 +414,6 @@ def _column_spec(name: str, array: jax.Array, shape: _Shape, problems: int):
 
     if name in ("features", "values"):
         return pl.BlockSpec((None, shape.width, array.shape[2]), lambda p, i, *j: (own(p), tile(i, j), 0))
+    if name in ("mask", "bias"):
+        return pl.BlockSpec((None, shape.height, shape.width), lambda p, i, *j: (own(p), i, tile(i, j)))
     return pl.BlockSpec((None, array.shape[1], shape.width), lambda p, i, *j: (own(p), 0, tile(i, j)))

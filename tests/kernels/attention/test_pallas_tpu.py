@@ -23,6 +23,7 @@ SUPPORTS = {
     "padding": ({"key_mask": jnp.arange(N) < N - 9}, N),
     "rectangular": ({}, N + 30),
     "segments": ({"segments": jnp.arange(N) // 50}, N),
+    "mask": ({"mask": (jnp.arange(N)[:, None] - jnp.arange(N)) % N < 57, "bias": jnp.cos(jnp.arange(N))[:, None]}, N),
 }
 
 
@@ -40,7 +41,11 @@ def loss_and_gradients(monkeypatch, kernel, kind, bin_kind, interpret=True, **st
     return jax.value_and_grad(loss, (0, 1, 2, 3))(jnp.stack([q, q + 1]), k[None], v[None], cases.parts(dtype=q.dtype))
 
 
-KINDS = [("band", "token"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS)]
+KINDS = [
+    ("band", "token"),
+    ("mask", None),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS),
+]
 
 
 @pytest.mark.parametrize(("kind", "bin_kind"), KINDS)
@@ -115,6 +120,6 @@ def test_ahead_of_time_compilation_at_32768_tokens():
 def test_reasons():
     request = api.AttentionRequest("tpu", "float64", 1, 8, 8, 4, 4, None, False, False)
     assert "float64" in pallas_tpu.applies(request)
-    for field, value, word in (("dense", True, "dense"), ("d", 1024, "512")):
+    for field, value, word in (("d", 1024, "512"), ("e", 600, "512")):
         changed = {**request.__dict__, "dtype": "float32", field: value}
         assert word in pallas_tpu.applies(api.AttentionRequest(**changed))
