@@ -24,11 +24,13 @@ def main(arguments: list[str] | None = None) -> None:
                         help="cpu counts processor time, for a busy machine: set OMP_NUM_THREADS=1")  # fmt: skip
     parser.add_argument("--no-first", action="store_true", help="leave out first calls in fresh processes (cuda)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--iterations", action="store_true", help="iterations and time to a marginal error, instead")
     parser.add_argument("--no-report", action="store_true", help="leave docs/ as it is")
     options = parser.parse_args(arguments)
     device = _device(options.device)
     if device != "none":
-        name = f"{device}-quick" if options.quick else device
+        name = f"iterations-{device}" if options.iterations else device
+        name += "-quick" if options.quick else ""
         _write(options.results / f"{name}.json", _measure(device, options))
     if not options.no_report and not options.quick:
         from .report import write
@@ -45,8 +47,11 @@ def _device(wanted: str) -> str:
 
 
 def _measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
-    flags = [*(["--quick"] if options.quick else []), *(["--clock", options.clock] if options.clock != "wall" else [])]
+    flags = [*(["--quick"] if options.quick else []), *(["--iterations"] if options.iterations else [])]
+    flags += ["--clock", options.clock] if options.clock != "wall" else []
     command = shlex.join(["flashot", "bench", device, *flags])
+    if options.iterations:
+        return _measure_iterations(device, command, options)
     if device == "cuda":
         import torch
 
@@ -58,6 +63,16 @@ def _measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
 
     header = about(command, _processor())  # the load before we are part of it
     return {**header, "clock": options.clock, "rows": cpu.rows(options.quick, measure.CLOCKS[options.clock])}
+
+
+def _measure_iterations(device: str, command: str, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from . import iterations
+
+    header = about(command, torch.cuda.get_device_name() if device == "cuda" else _processor())
+    found = iterations.rows(device, options.quick, measure.CLOCKS[options.clock])
+    return {**header, "clock": options.clock, "rows": found}
 
 
 def _processor() -> str:

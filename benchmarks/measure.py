@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-PACKAGES = ("flashot-backends", "torch", "triton", "numpy", "POT", "flash-sinkhorn", "pykeops", "geomloss")
+PACKAGES = ("flashot-backends", "torch", "triton", "numpy", "POT", "flash-sinkhorn", "pykeops", "geomloss",
+            "jax", "ott-jax")  # fmt: skip
 
 
 Clock = Callable[[], float]

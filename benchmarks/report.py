@@ -24,6 +24,10 @@ def write(results: Path, docs: Path) -> None:
             measured = json.loads(path.read_text(encoding="utf-8"))
             body = section(measured) + plots(device, measured, docs / "images")
             text = _between(text, device, body)
+        path = results / f"iterations-{device}.json"
+        if path.exists():
+            measured = json.loads(path.read_text(encoding="utf-8"))
+            text = _between(text, f"iterations on {device}", iterations_section(measured))
     page.write_text(text, encoding="utf-8")
     print(page)
 
@@ -60,6 +64,25 @@ def cuda_section(results: Results) -> str:
         lines += ["", "Our first call in a fresh process, compilation included: " + "; ".join(firsts) + "."]
     failed = [f"{row['system']} at n = {row['n']}: {row['failed']}" for row in results["rows"] if "failed" in row]
     return "\n".join([*lines, *(["", "Failed: " + "; ".join(failed)] if failed else [])]) + "\n"
+
+
+def iterations_section(results: Results) -> str:
+    """Iterations to each error, and the time to the smallest: a line for each problem."""
+    found = results["rows"]
+    names = list(dict.fromkeys(row["system"] for row in found))
+    n, dtype = found[0]["n"], found[0]["dtype"].removeprefix("torch.")
+    size = f"{n} and {n + n // 8} points, {dtype}"
+    lines = [_heading(results), f"{size}.\n", _line("problem", *names), _rule(len(names) + 1)]
+    for problem in dict.fromkeys(row["problem"] for row in found):
+        cells = [[row for row in found if (row["problem"], row["system"]) == (problem, name)] for name in names]
+        lines.append(_line(problem, *(_counts(cell) for cell in cells)))
+    return "\n".join(lines) + "\n"
+
+
+def _counts(rows: list[Row]) -> str:
+    counts = " / ".join("–" if row["iterations"] is None else str(row["iterations"]) for row in rows)
+    done = bool(rows) and rows[-1]["iterations"] is not None
+    return f"{counts}, {rows[-1]['seconds'] * 1e3:.0f} ms" if done else counts
 
 
 def plots(device: str, results: Results, folder: Path) -> str:

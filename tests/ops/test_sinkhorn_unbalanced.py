@@ -61,7 +61,7 @@ def test_meets_the_conditions_of_the_optimum(backend, rho, kind, acceleration):
 
 @reaches
 def test_no_plan_is_better(rho):
-    """Against a general minimiser over log P (with multipliers left to a penalty-free parametrisation where binding)."""
+    """Against a general minimiser over log P, scaled to the marginals that are binding."""
     optimize = pytest.importorskip("scipy.optimize")
     M, (a, b) = normal(3, 4).abs(), (0.7 * weights(3), 1.2 * weights(4, seed=1))
     solution = solve(DenseCost(M), a, b, epsilon=EPSILON, reach=rho, tolerance=1e-12, max_iterations=5000)
@@ -130,14 +130,9 @@ def test_limits_of_the_reach():
         assert same.iterations == binding.iterations
     close(solve(cost, a, b, reach=1e9, **options).plan(), binding.plan(), rtol=1e-7)
     mean = (0.7 * 1.9) ** 0.5  # an infinite price on both sides' relative miss: the geometric mean of the masses
-    close(solve(cost, 0.7 * a, 1.9 * b, reach=1e7, **options).plan(), mean * binding_like(cost, a, b, options), rtol=1e-5)
+    close(solve(cost, 0.7 * a, 1.9 * b, reach=1e7, **options).plan(), mean * binding.plan(), rtol=1e-5)
     free = a[:, None] * b * torch.exp(-cost.dense() / EPSILON)  # what no marginal asks for
     close(solve(cost, a, b, reach=1e-9, **options).plan(), free, rtol=1e-6)
-
-
-def binding_like(cost, a, b, options):
-    """The plan of marginals a and b."""
-    return solve(cost, a, b, **options).plan()
 
 
 @pytest.mark.parametrize("metric", ["sqeuclidean", "inner"])
@@ -188,7 +183,7 @@ def test_what_may_go_nowhere_is_given_up(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_dtypes(dtype):
-    cost, (x, y), M = make("points3", dtype=dtype)
+    cost, _, M = make("points3", dtype=dtype)
     a, b = (part.float() for part in masses((2.0, 0.7)))
     solution = solve(cost, a, b, epsilon=1.0, reach=(2.0, 0.7), tolerance=1e-5)
     wanted = solve(DenseCost(M), a.double(), b.double(), epsilon=1.0, reach=(2.0, 0.7), tolerance=1e-10)
@@ -240,7 +235,8 @@ def test_gradients_by_terms_of_one_side():
     """The inner product's cost holds terms that kernels do not see."""
     x, y = normal(6, 3).requires_grad_(), normal(7, 3, seed=1).requires_grad_()
     a, b = 0.7 * weights(6), 1.9 * weights(7, seed=1)
-    options = {"epsilon": 0.4, "reach": (2.0, 0.7), "tolerance": 0, "max_iterations": 25, "acceleration": "overrelaxation"}
+    options = {"epsilon": 0.4, "reach": (2.0, 0.7), "tolerance": 0, "max_iterations": 25}
+    options |= {"acceleration": "overrelaxation"}
     solution = solve(PointCloud(x, y, "inner"), a, b, init=(torch.zeros(6).double(), None), **options)
     found = torch.autograd.grad(solution.f.square().sum() + solution.g.square().sum(), (x, y))
     f, g = replay(-x @ y.T, a, b, 0.4, solution, rho=(2.0, 0.7))
@@ -264,7 +260,8 @@ def problems(draw):
 
 
 def solved(x, y, a, b, epsilon, rho, **options):
-    solution = solve(PointCloud(x, y), a, b, epsilon=epsilon, reach=rho, tolerance=1e-11, max_iterations=5000, **options)
+    options |= {"tolerance": 1e-11, "max_iterations": 5000}
+    solution = solve(PointCloud(x, y), a, b, epsilon=epsilon, reach=rho, **options)
     hypothesis.assume(solution.converged)
     return solution
 
@@ -303,7 +300,7 @@ def test_order_place_and_copies_of_points_do_not_matter(problem, seed, offset):
 @few
 @given(problems())
 def test_relaxed_and_plain_iterations_end_at_one_plan(problem):
-    x, y, a, b, epsilon, rho = problem
+    _, _, a, b, *_ = problem
     one, other = solved(*problem), solved(*problem, acceleration=None)
     close(one.plan(), other.plan(), rtol=1e-7, atol=1e-9)
     assert one.iterations <= other.iterations + 10

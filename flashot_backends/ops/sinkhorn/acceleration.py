@@ -26,7 +26,7 @@ from flashot_backends.kernels.sinkhorn.operator import Cost
 FIRST_FACTOR = 1e6
 # However slow the rest, a cycle divides most errors by this at least, so that too large a λ costs little.
 LEAST_FACTOR = 2.0
-# A cycle is made longer up to this many iterations and half of those run, shorter when half of it divides errors by this.
+# A cycle grows up to this many iterations and half of those run, and shrinks when half of it divides errors by this.
 LONGEST_CYCLE = 32
 ENOUGH_FACTOR = 10.0
 # How much the gap √(1 − λ) grows at a look that showed no slower mode.

@@ -34,8 +34,8 @@ class Solution:
     iterations : integer array (...)
         Iterations run: a column update and a row update each.
     error : array (...)
-        ‖Pᵀ1 − b‖ in the norm asked for, or ‖Pᵀ1 − b e^(−g/ρ₂)‖ where the columns may miss b: the gradient of the dual by
-        g. Rows are exact: P1 = a, or a e^(−f/ρ₁).
+        ‖Pᵀ1 − b‖ in the norm asked for, or ‖Pᵀ1 − b e^(−g/ρ₂)‖ where the columns may miss b: the gradient of the dual
+        by g. Rows are exact: P1 = a, or a e^(−f/ρ₁).
     converged : boolean array (...)
         Whether the error is below the tolerance.
     errors : array (..., looks)

@@ -53,7 +53,7 @@ class Control(NamedTuple):
 
     @property
     def relaxes(self) -> bool:
-        """Whether updates are over-relaxed. A tolerance of 0 asks for a number of iterations: "auto" runs them plain."""
+        """Whether updates are over-relaxed. A tolerance of 0 asks for so many iterations: "auto" runs them plain."""
         asked = self.acceleration in ("overrelaxation", "annealing")
         return asked or (self.acceleration == "auto" and self.tolerance > 0)
 
@@ -114,9 +114,7 @@ def _names(backend: str) -> str | tuple[str, ...] | None:
     return names[0] if names is not None and len(names) == 1 else names
 
 
-def iterate(
-    operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, penalty: Penalty | None = None
-) -> State:
+def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, penalty: Penalty | None = None) -> State:
     """Alternate from the row potentials ``f``: columns, then rows, so that rows are exact at the end.
 
     Elements of the batch that have converged leave it; the others go on.

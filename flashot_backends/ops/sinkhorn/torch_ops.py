@@ -92,8 +92,8 @@ def solve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``solver.State``: the outcome, by batch element.
 
-    ``reach`` (B, 2) may be left out where both marginals are binding; then ``alpha`` and ``beta``, the terms of the cost
-    that depend on its row (B, n) or column (B, m) alone, change nothing.
+    ``reach`` (B, 2) may be left out where both marginals are binding; then ``alpha`` and ``beta``, the terms of the
+    cost that depend on its row (B, n) or column (B, m) alone, change nothing.
     """
     values = (x, y, a, b, epsilon, reach)
     operator = operator_of(x, y, epsilon, metric, precision, backend)
@@ -113,7 +113,8 @@ def _(x, y, a, b, epsilon, f, reach, alpha, beta, *how):  # type: ignore[no-unty
     batch, looks = a.shape[0], solver.Control(*how[:5]).looks
     return (
         torch.empty_like(a), torch.empty_like(b), a.new_empty(batch, dtype=torch.int64), a.new_empty(batch),
-        a.new_empty(batch, dtype=torch.bool), a.new_empty(batch, looks), a.new_empty(batch, looks), a.new_empty(batch, dtype=torch.int64),
+        a.new_empty(batch, dtype=torch.bool), a.new_empty(batch, looks), a.new_empty(batch, looks),
+        a.new_empty(batch, dtype=torch.int64),
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Chizat et al., "Scaling algorithms for unbalanced optimal transport problems", 2018, for the damped updates; Séjourné,
 Vialard and Peyré, "Faster unbalanced optimal transport: translation invariant Sinkhorn and 1-D Frank-Wolfe", 2022, for
 the translation. With penalties ρ₁ and ρ₂ the dual is, up to a constant,
-−ρ₁ ⟨a, e^(−f/ρ₁)⟩ − ρ₂ ⟨b, e^(−g/ρ₂)⟩ − ε Σ a_i b_j e^((f_i + g_j − C_ij)/ε); an infinite ρ₁ makes the first term ⟨a, f⟩.
+−ρ₁ ⟨a, e^(−f/ρ₁)⟩ − ρ₂ ⟨b, e^(−g/ρ₂)⟩ − ε Σ a_i b_j e^((f_i + g_j − C_ij)/ε); an infinite ρ₁ makes the first term
+⟨a, f⟩.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flashot_backends.kernels.sinkhorn.operator import Rule
 
 
 class Side(NamedTuple):
-    """One side's penalty: 1/ρ (B, 1), zero where balanced, and the terms of the cost that kernels do not see, (B, n)."""
+    """One side's penalty: 1/ρ (B, 1), zero where binding, and the terms of the cost that kernels do not see, (B, n)."""
 
     tightness: Tensor
     offset: Tensor | None

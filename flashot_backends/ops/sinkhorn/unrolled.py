@@ -16,7 +16,7 @@ from . import acceleration
 from .acceleration import STAGE_ITERATIONS
 from .duals import Column, Duals, Row, Shift, Update, stage_of_annealing
 from .problem import log_weights
-from .solver import Control, softmin_gradient, with_massless
+from .solver import Control, softmin_gradient
 from .unbalanced import Penalty, Side, without_the_unreachable
 
 
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients by the cost's tensors (None where not asked for), weights, ε (or None), start, and offsets (or None)."""
+    """Gradients by the cost's tensors (None where not asked for), weights, ε (or None), start, offsets (or None)."""
 
     cost: tuple[Tensor, ...] | None
     a: Tensor
@@ -57,14 +57,16 @@ def iterate_gradient(
         walk.back(update, end)
     for update, _ in reversed(tape):
         walk.back(update, None)
-    by_a, by_b = (torch.where(w > 0, by / w, 0.0) for w, by in zip(weights, (walk.by_log_a, walk.by_log_b), strict=True))
+    by_logs = zip(weights, (walk.by_log_a, walk.by_log_b), strict=True)
+    by_a, by_b = (torch.where(weight > 0, by / weight, 0.0) for weight, by in by_logs)
     return Gradients(walk.cost, by_a, by_b, walk.by_epsilon, walk.by_f, walk.by_alpha, walk.by_beta)
 
 
 def _annealing(duals: Duals, f: Tensor, run: Run) -> Iterator[tuple[Update, Tensor]]:
     for stage in range(int(run.stages.max()) if len(run.stages) else 0, 0, -1):
-        for update, f in stage_of_annealing(duals, f, stage, run.stages >= stage):
-            yield update, f
+        updates = list(stage_of_annealing(duals, f, stage, run.stages >= stage))
+        yield from updates
+        f = updates[-1][1]
 
 
 def _main_loop(
@@ -151,10 +153,9 @@ class _Walk:
             self._shift(update)
         elif isinstance(update, Row):
             if end is not None:
-                here = end[:, None].to(self.by_f.device)
-                self.by_f, self.by_g = (
-                    by + torch.where(here, grad, 0.0) for by, grad in zip((self.by_f, self.by_g), self.grads, strict=True)
-                )
+                here, (grad_f, grad_g) = end[:, None].to(self.by_f.device), self.grads
+                self.by_f = self.by_f + torch.where(here, grad_f, 0.0)
+                self.by_g = self.by_g + torch.where(here, grad_g, 0.0)
             self._row(update)
         else:
             self._column(update)
