@@ -16,18 +16,21 @@ class Pairs(NamedTuple):
     x: (B or 1, n, d) and y: (B or 1, m, d), points around a common centre, C_ij = |x_i − y_j|²; or None.
     matrix: (B or 1, n, m), +inf for a forbidden pair; or None. A leading axis of 1 is shared by the problems.
     epsilon: (B,). All are in the dtype of the potentials: float64, else float32.
+    held: what a kernel's `hold` made of these once for a whole loop, for them and for their transpose; or None.
     """
 
     x: jax.Array | None
     y: jax.Array | None
     matrix: jax.Array | None
     epsilon: jax.Array
+    held: tuple[Any, Any] | None = None
 
     @property
     def T(self) -> Pairs:  # noqa: N802 - the field's name for a transpose
         """The same problems with rows and columns exchanged."""
         matrix = None if self.matrix is None else jnp.swapaxes(self.matrix, -1, -2)
-        return Pairs(self.y, self.x, matrix, self.epsilon)
+        held = None if self.held is None else self.held[::-1]
+        return Pairs(self.y, self.x, matrix, self.epsilon, held)
 
     @property
     def problems(self) -> int:

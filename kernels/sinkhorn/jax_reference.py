@@ -20,6 +20,11 @@ def cost(pairs: Pairs) -> jax.Array:
     return ((pairs.x[:, :, None] - pairs.y[:, None]) ** 2).sum(-1)
 
 
+def hold(pairs: Pairs) -> Pairs:
+    """Nothing to prepare."""
+    return pairs
+
+
 def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array:
     """log Σ_j exp(h_j − C_ij/ε), (B, n)."""
     return jax.nn.logsumexp(h[:, None, :] - cost(pairs) / pairs.epsilon[:, None, None], -1)

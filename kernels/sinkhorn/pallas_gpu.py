@@ -46,6 +46,11 @@ def applies(request) -> str | None:
     return None
 
 
+def hold(pairs: Pairs) -> Pairs:
+    """Scale, split and pad the points once for many calls of `lse`."""
+    return pairs._replace(held=tuple(_points(_Tiles.of(side, 0), side) for side in (pairs, pairs.T)))
+
+
 def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array:
     """log Σ_j exp(h_j − C_ij/ε), (B, n), for h of shape (B, m); guess: (B, n), what it may be near, or None."""
     tiles = _Tiles.of(pairs, 0)
@@ -204,9 +209,9 @@ def _reduce_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, 
 
 def _launch(kernel, tiles: _Tiles, pairs: Pairs, rows: dict, columns: dict) -> jax.Array:
     """Launch over (row tiles, splits, problems); returns (B, splits, rows) or (B, splits, rows, values), padded."""
-    rows, columns = {**rows, **_points(tiles, pairs, "x")}, {**columns, **_points(tiles, pairs, "y")}
-    rows = {name: _padded(name, part, tiles.padded_rows) for name, part in rows.items()}
-    columns = {name: _padded(name, part, tiles.padded_columns) for name, part in columns.items()}
+    points = _points(tiles, pairs) if tiles.values or pairs.held is None else pairs.held[0]
+    rows = {**_padded(rows, tiles.padded_rows), **points[0]}
+    columns = {**_padded(columns, tiles.padded_columns), **points[1]}
     specs = [_spec(name, part, pairs.problems, tiles.height) for name, part in rows.items()]
     specs += [_spec(name, part, pairs.problems, None) for name, part in columns.items()]
     tail = (_power(tiles.values),) if tiles.values else ()
@@ -244,17 +249,23 @@ def _compiler_params(warps: int, stages: int) -> Any:
     return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
-def _points(tiles: _Tiles, pairs: Pairs, side: str) -> dict[str, jax.Array]:
-    """The points of one side as the kernels read them, scaled so that costs over ε are squared distances."""
+def _points(tiles: _Tiles, pairs: Pairs) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Rows and columns as the kernels read them, scaled so that costs over ε are squared distances."""
     unit = jnp.sqrt(LOG2E / pairs.epsilon)[:, None, None]
-    points = (pairs.x if side == "x" else pairs.y) * unit
+    x, y = pairs.x * unit, pairs.y * unit
     if tiles.few:
-        return {"points": jnp.swapaxes(points, 1, 2)}
-    largest = jnp.maximum(abs(pairs.x).max((1, 2)), abs(pairs.y).max((1, 2)))[:, None, None] * unit
-    largest = jnp.where(largest > 0, largest, 1)
+        rows, columns = ({"points": jnp.swapaxes(points, 1, 2)} for points in (x, y))
+    else:
+        largest = jnp.maximum(abs(x).max((1, 2)), abs(y).max((1, 2)))[:, None, None]
+        largest = jnp.where(largest > 0, largest, 1)
+        rows, columns = (_split_points(points, largest) for points in (x, y))
+        rows["scale"] = 2 * largest[:, 0] ** 2
+    return _padded(rows, tiles.padded_rows), _padded(columns, tiles.padded_columns)
+
+
+def _split_points(points: jax.Array, largest: jax.Array) -> dict[str, jax.Array]:
     hi, lo = split(points / largest)
-    found = {"hi": hi, "lo": lo, "squares": (points**2).sum(-1)}
-    return {**found, "scale": 2 * largest[:, 0] ** 2} if side == "x" else found
+    return {"hi": hi, "lo": lo, "squares": (points**2).sum(-1)}
 
 
 def split(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -270,8 +281,12 @@ def split(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
 _FILL = {"t": -math.inf}
 
 
-def _padded(name: str, array: jax.Array, count: int) -> jax.Array:
+def _padded(parts: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
     """Rows or columns to whole tiles, coordinates and values to a power of two."""
+    return {name: _padded_array(name, part, count) for name, part in parts.items()}
+
+
+def _padded_array(name: str, array: jax.Array, count: int) -> jax.Array:
     if name == "scale":
         return array
     axis = 2 if name == "points" else 1

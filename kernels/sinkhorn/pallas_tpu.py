@@ -36,6 +36,11 @@ def applies(request) -> str | None:
     return None
 
 
+def hold(pairs: Pairs) -> Pairs:
+    """Nothing to prepare."""
+    return pairs
+
+
 def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array:
     """log Σ_j exp(h_j − C_ij/ε), (B, n), for h of shape (B, m); −inf leaves a column out. Needs no guess."""
     return _launch(_lse_kernel, pairs, {}, {"t": h}, 0)

@@ -54,17 +54,18 @@ class Updates:
 
     def __init__(self, kernel: Any, pairs: Pairs, a: jax.Array, b: jax.Array):
         self.kernel, self.pairs, self.columns_first = kernel, pairs, pairs.T
+        self.held = kernel.hold(pairs)
         self.epsilon = pairs.epsilon
         self.log_a, self.log_b = log_weights(a), log_weights(b)
 
     def rows(self, g: jax.Array, guess: jax.Array) -> jax.Array:
         """f from g."""
-        return minus(self.epsilon, self.kernel.lse(self.pairs, self.h_columns(g), -guess / self.epsilon[:, None]))
+        return minus(self.epsilon, self.kernel.lse(self.held, self.h_columns(g), -guess / self.epsilon[:, None]))
 
     def columns(self, f: jax.Array, guess: jax.Array) -> jax.Array:
         """g from f."""
         h, near = self.h_rows(f), -guess / self.epsilon[:, None]
-        return minus(self.epsilon, self.kernel.lse(self.columns_first, h, near))
+        return minus(self.epsilon, self.kernel.lse(self.held.T, h, near))
 
     def h_rows(self, f: jax.Array) -> jax.Array:
         """log a + f/ε."""

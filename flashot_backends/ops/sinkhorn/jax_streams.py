@@ -1,6 +1,6 @@
 """Differentiable streamed reductions of JAX arrays: softmin, and products with a plan.
 
-A kernel offers `lse(pairs, h, guess)` and `reduce(pairs, s, t, values, power, left, right)`, see
+A kernel offers `hold(pairs)`, `lse(pairs, h, guess)` and `reduce(pairs, s, t, values, power, left, right)`, see
 `kernels/sinkhorn/jax_blocks.py`; everything is made of those two, and neither is differentiated in reverse.
 """
 
