@@ -38,7 +38,7 @@ class Costs(NamedTuple):
 
 
 # As measured: blocks on two cores, Triton kernels on one H200.
-COSTS = {"cpu": Costs(5e-10, 4e-4, 6e-7, 1.2e-8), "cuda": Costs(6e-13, 2e-4, 1e-8, 1e-10)}
+COSTS = {"cpu": Costs(5e-10, 4e-4, 1e-6, 1.2e-8), "cuda": Costs(6e-13, 2e-4, 1e-8, 1e-10)}
 
 
 class Field(NamedTuple):
