@@ -14,10 +14,7 @@ from . import torch_ops
 def norm(
     kernel: str, clouds: tuple[Tensor, Tensor, Tensor, Tensor], blur: float, how: tuple[bool, bool, str, str]
 ) -> Tensor:
-    """½ ⟨α − β, k ⋆ (α − β)⟩, (B,).
-
-    The kernel is symmetric, so the derivative of ⟨α, k ⋆ α⟩ is twice that with one of its two arguments held.
-    """
+    """½ ⟨α − β, k ⋆ (α − β)⟩, (B,)."""
     x, a, y, b = clouds
     need_x, need_y, precision, backend = how
     if torch_ops.in_one_pass(x, y, backend):
@@ -28,7 +25,10 @@ def norm(
 def in_parts(
     kernel: str, clouds: tuple[Tensor, Tensor, Tensor, Tensor], blur: float, how: tuple[str, str]
 ) -> Tensor:
-    """The same from three products with the kernel."""
+    """The same from three products with the kernel.
+
+    It is symmetric, so the derivative of ⟨α, k ⋆ α⟩ is twice that with one of its two arguments held.
+    """
     x, a, y, b = clouds
     own_x = smooth(kernel, x, x.detach(), a.detach(), blur, how)
     own_y = smooth(kernel, y, y.detach(), b.detach(), blur, how)
