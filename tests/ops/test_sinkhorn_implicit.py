@@ -332,6 +332,23 @@ def test_compile_and_transforms(gradient):
             close(ours, right)
 
 
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit", "envelope"])
+def test_strides_and_empty_batches(gradient):
+    """Views of any strides give what copies give; no problem at all gives nothing, forward and backward."""
+    x, y, a = normal(3, 14).T[::2].requires_grad_(), normal(2, 9, 3, seed=1)[1].flip(0), weights(14).repeat(2)[::4] * 2
+    a = (a / a.sum()).requires_grad_()
+    values = [
+        solve(PointCloud(one(x), one(y)), one(a), epsilon=0.8, gradient=gradient).value()
+        for one in (lambda part: part, lambda part: part.clone(memory_format=torch.contiguous_format))
+    ]
+    for ours, right in zip(*(torch.autograd.grad(value, (x, a)) for value in values), strict=True):
+        close(ours, right)
+    none = normal(0, 7, 3).requires_grad_()
+    solution = solve(PointCloud(none, y), epsilon=torch.ones(0), gradient=gradient)
+    (by,) = torch.autograd.grad(solution.value().sum(), none)
+    assert solution.f.shape == (0, 7) and solution.top_k(2).values.shape == (0, 7, 2) and by.shape == none.shape
+
+
 def test_an_unsolved_system_is_said():
     """Two clusters that hardly exchange anything: more steps than rounding allows."""
     x = torch.cat([normal(20, 2), normal(20, 2, seed=1) + 6]).float().requires_grad_()

@@ -247,14 +247,17 @@ def test_nothing_is_kept():
 
     def call(n):
         x = normal(n, 3).requires_grad_()
-        solution = solve(PointCloud(x, Y), **OPTIONS)
-        (solution.value() + solution.apply(B).sum()).backward()
-        solve(DenseCost(normal(n, 5).abs()), epsilon=1.0)
+        way = ("unrolled", "implicit", "envelope")[n % 3]
+        solution = solve(PointCloud(x, Y), **OPTIONS | {"gradient": way})
+        (solution.value() + (0.0 if way == "envelope" else solution.apply(B).sum())).backward()
+        if n % 4 == 0:
+            solve(DenseCost(normal(n, 5).abs()), epsilon=1.0)
 
-    call(4)
-    before = tensors_alive()
-    for n in range(5, 35):
+    for n in range(4, 7):
         call(n)
+    before = tensors_alive()
+    for k in range(1000):
+        call(4 + k % 31)
     assert tensors_alive() <= before
 
 

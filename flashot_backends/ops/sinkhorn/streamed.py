@@ -107,4 +107,4 @@ def fake_cost(x: Tensor, y: Tensor | None, needed: bool) -> tuple[Tensor, Tensor
 
 def given(tensor: Tensor, like: Tensor | None) -> Tensor | None:
     """A gradient, or None where an operation returned no elements for it."""
-    return tensor if like is not None and tensor.numel() == like.numel() else None
+    return tensor.reshape(like.shape) if like is not None and tensor.numel() == like.numel() else None

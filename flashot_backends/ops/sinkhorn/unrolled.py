@@ -77,7 +77,7 @@ def _main_loop(
     g, omega = torch.zeros_like(duals.log_b), None
     massless = duals.log_b == -torch.inf
     softmin = duals.columns_of(f)
-    for k in range(1, int(ends.max()) + 1):
+    for k in range(1, max(ends.tolist(), default=0) + 1):
         if bool(massless.any()):  # sweeps pass over them; what they are plays a part at the end only
             softmin = torch.where(massless, duals.columns_of(f), softmin)
             omega = omega if omega is None else torch.where(massless, 1.0, omega)
