@@ -111,8 +111,9 @@ class PointCloud(pointcloud.PointCloud):
         if not self.is_squared_euclidean:
             scale = self.inv_scale_cost
             return self._streamed(lambda costs: jnp.exp(-costs * scale / eps) @ vec, axis)
-        zeros = (jnp.zeros(size, self.dtype) for size in self.shape[:: 1 if axis == 1 else -1])
-        return plan_product(self._cost(axis), *zeros, vec, eps / self.inv_scale_cost)
+        n, m = self.shape if axis == 1 else self.shape[::-1]
+        s, t = jnp.zeros(n, self.dtype), jnp.zeros(m, self.dtype)
+        return plan_product(self._cost(axis), s, t, vec, eps / self.inv_scale_cost)
 
     def _apply_cost_to_vec(
         self, vec: Any, axis: int = 0, fn: Any = None, is_linear: bool = False, scale_cost: Any = None
@@ -142,7 +143,8 @@ class PointCloud(pointcloud.PointCloud):
             weights = jnp.exp(exponents - top)
             return weights.sum() if vec is None else weights @ vec, top
 
-        return _signed_log(*self._streamed(sums, axis), eps)
+        total, top = self._streamed(sums, axis)
+        return _signed_log(total, top, eps)
 
     def _streamed(self, reduce: Callable[[jax.Array], Any], axis: int) -> Any:
         """``reduce(costs of one row)`` for every row (axis 1) or column (axis 0), a batch at a time."""

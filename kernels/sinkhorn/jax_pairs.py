@@ -19,11 +19,11 @@ class Pairs(NamedTuple):
     held: what a kernel's `hold` made of these once for a whole loop, for them and for their transpose; or None.
     """
 
-    x: jax.Array | None
-    y: jax.Array | None
-    matrix: jax.Array | None
-    epsilon: jax.Array
-    held: tuple[Any, Any] | None = None
+    x: Any
+    y: Any
+    matrix: Any
+    epsilon: Any
+    held: Any = None
 
     @property
     def T(self) -> Pairs:  # noqa: N802 - the field's name for a transpose
@@ -35,17 +35,17 @@ class Pairs(NamedTuple):
     @property
     def problems(self) -> int:
         """B."""
-        return self.epsilon.shape[0]
+        return int(self.epsilon.shape[0])
 
     @property
     def rows(self) -> int:
         """n."""
-        return self.x.shape[1] if self.matrix is None else self.matrix.shape[1]
+        return int(self.x.shape[1] if self.matrix is None else self.matrix.shape[1])
 
     @property
     def columns(self) -> int:
         """m."""
-        return self.y.shape[1] if self.matrix is None else self.matrix.shape[2]
+        return int(self.y.shape[1] if self.matrix is None else self.matrix.shape[2])
 
 
 def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array) -> Pairs:

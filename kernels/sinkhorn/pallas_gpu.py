@@ -48,7 +48,7 @@ def applies(request) -> str | None:
 
 def hold(pairs: Pairs) -> Pairs:
     """Scale, split and pad the points once for many calls of `lse`."""
-    return pairs._replace(held=tuple(_points(_Tiles.of(side, 0), side) for side in (pairs, pairs.T)))
+    return pairs._replace(held=(_points(_Tiles.of(pairs, 0), pairs), _points(_Tiles.of(pairs.T, 0), pairs.T)))
 
 
 def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array:
@@ -90,7 +90,7 @@ class _Tiles(NamedTuple):
     height: int
     width: int
     splits: int
-    count: int  # column tiles of one split
+    steps: int  # column tiles of one split
     few: bool  # coordinates
     values: int  # columns of the result, 0 for a vector
     warps: int
@@ -114,7 +114,7 @@ class _Tiles(NamedTuple):
 
     @property
     def padded_columns(self) -> int:
-        return self.splits * self.count * self.width
+        return self.splits * self.steps * self.width
 
 
 def _shape(few: bool, coordinates: int, values: int) -> tuple[int, int, int, int]:
@@ -177,9 +177,9 @@ def _lse_kernel(tiles: _Tiles, rows: dict, columns: dict, first, out):
 
     def again():
         start = jnp.full((tiles.height,), -jnp.inf, jnp.float32), jnp.zeros((tiles.height,), jnp.float32)
-        return _log(*lax.fori_loop(first, first + tiles.count, anywhere, start))
+        return _log(*lax.fori_loop(first, first + tiles.steps, anywhere, start))
 
-    total = lax.fori_loop(first, first + tiles.count, near, jnp.zeros((tiles.height,), jnp.float32))
+    total = lax.fori_loop(first, first + tiles.steps, near, jnp.zeros((tiles.height,), jnp.float32))
     doubtful = (rows["index"] < tiles.n) & ~((total > LEAST) & (total < MOST))
     found = jnp.max(jnp.where(doubtful, 1, 0)) > 0
     out[...] = lax.cond(found, again, lambda: _log(rows["near"], total))
@@ -201,7 +201,7 @@ def _reduce_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, 
             plan = plan * _exact(rows["factors"], columns["factors"][at, :], 1)
         return total + _exact(plan, columns["values"][at, :], 0)
 
-    out[...] = lax.fori_loop(first, first + tiles.count, body, jnp.zeros(out.shape, jnp.float32))
+    out[...] = lax.fori_loop(first, first + tiles.steps, body, jnp.zeros(out.shape, jnp.float32))
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _entry(kernel, tiles: _Tiles, row_names, column_names, *refs):
     else:
         rows["points"], rows["scale"] = (near["hi"][...], near["lo"][...]), near["scale"][0]
     rows["index"] = pl.program_id(0) * tiles.height + lax.broadcasted_iota(jnp.int32, (tiles.height,), 0)
-    kernel(tiles, rows, columns, pl.program_id(1) * tiles.count, out)
+    kernel(tiles, rows, columns, pl.program_id(1) * tiles.steps, out)
 
 
 def _compiler_params(warps: int, stages: int) -> Any:

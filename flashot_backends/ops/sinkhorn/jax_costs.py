@@ -64,7 +64,7 @@ def _flatten(cost: Any) -> tuple[tuple[Any, ...], None]:
 
 def _unflatten(kind: type, names: tuple[str, ...], children: Any) -> Any:
     """No checks: transformations put placeholders where arrays were."""
-    cost = object.__new__(kind)
+    cost: Any = object.__new__(kind)
     for name, value in zip((*names, "restore"), (*children, same), strict=True):
         object.__setattr__(cost, name, value)
     return cost

@@ -89,7 +89,7 @@ class _Step(NamedTuple):
     size: jax.Array  # (B, 1): squared residual
     best: jax.Array
     stale: jax.Array  # steps since the best went down
-    count: jax.Array
+    steps: jax.Array
 
 
 def conjugate_gradients(system: _System, right: jax.Array, tolerance: float) -> jax.Array:
@@ -99,7 +99,7 @@ def conjugate_gradients(system: _System, right: jax.Array, tolerance: float) -> 
     enough = size * tolerance**2
 
     def goes_on(step: _Step) -> jax.Array:
-        return ((step.size > enough) & (step.stale < PATIENCE)).any() & (step.count < MOST_STEPS)
+        return ((step.size > enough) & (step.stale < PATIENCE)).any() & (step.steps < MOST_STEPS)
 
     def forward(step: _Step) -> _Step:
         image = system.project(system(step.direction))
@@ -109,7 +109,7 @@ def conjugate_gradients(system: _System, right: jax.Array, tolerance: float) -> 
         direction = system.project(residual + _ratio(size, step.size) * step.direction)
         better = size < step.best
         stale = jnp.where(better, 0, step.stale + 1)
-        return _Step(y, residual, direction, size, jnp.minimum(size, step.best), stale, step.count + 1)
+        return _Step(y, residual, direction, size, jnp.minimum(size, step.best), stale, step.steps + 1)
 
     start = _Step(jnp.zeros_like(right), right, right, size, size, jnp.zeros(size.shape, jnp.int32), jnp.int32(0))
     return lax.while_loop(goes_on, forward, start).y

@@ -130,19 +130,19 @@ def checked_control(
 ) -> Control:
     """Refuse what makes no sense, naming the argument."""
     for name, value in (("max_iterations", max_iterations), ("check_every", check_every)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
             raise ValueError(f"{name} is {value!r}; accepted is a whole number from 1")
-    if not isinstance(tolerance, numbers.Real) or not 0 <= tolerance < math.inf:
+    if not isinstance(tolerance, numbers.Real) or not 0 <= float(tolerance) < math.inf:
         raise ValueError(f"tolerance is {tolerance!r}; accepted is a finite number from 0")
-    given = gradient_tolerance
-    if given is not None and (not isinstance(given, numbers.Real) or not 0 < given < 1):
+    given: Any = gradient_tolerance
+    if given is not None and (not isinstance(given, numbers.Real) or not 0 < float(given) < 1):
         raise ValueError(f"gradient_tolerance is {given!r}; accepted is a number between 0 and 1")
     choices = {"norm": (norm, NORMS), "acceleration": (acceleration, ("auto", None)),
                "precision": (precision, ("high", "fast", None)), "gradient": (gradient, GRADIENTS)}  # fmt: skip
     for name, (value, accepted) in choices.items():
         if value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted for JAX arrays is one of {accepted}")
-    return Control(int(max_iterations), int(check_every), norm, bool(tolerance > 0), gradient, float(given or 0))
+    return Control(int(max_iterations), int(check_every), norm, float(tolerance) > 0, gradient, float(given or 0))
 
 
 # ---------------------------------------------------------------------------------------------------------- values

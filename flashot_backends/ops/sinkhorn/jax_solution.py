@@ -101,7 +101,7 @@ class Solution:
             (s, t), f, g, offset = self._scalings(), state.f, state.g, a.sum(-1) * b.sum(-1)
         else:
             held = jax.lax.stop_gradient(tuple(epsilon[:, None] * part for part in self._scalings()))
-            f, g, offset = *held, 0
+            f, g, offset = held[0], held[1], jnp.zeros_like(epsilon)
             s, t = (jnp.where(part == -jnp.inf, -jnp.inf, _finite(part) / epsilon[:, None]) for part in held)
         mass = moment(self._kernel, 0, self._pairs, s, t, jnp.ones_like(t)[:, :, None]).sum((1, 2))
         return _dot(a, f) + _dot(b, g) + epsilon * (offset - mass)

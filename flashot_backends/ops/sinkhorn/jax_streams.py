@@ -78,10 +78,10 @@ def softmin_gradient(
     if wants.epsilon is not None:
         moment = kernel.reduce(pairs, s, h, jnp.ones_like(h)[:, :, None], 1)[:, :, 0]
         by_epsilon = ((out - moment) * grad).sum(-1) / pairs.epsilon
-    return Pairs(*cost, by_epsilon), jnp.where(h == -jnp.inf, 0, minus(pairs.epsilon, columns))
+    return _of_pairs(cost, by_epsilon), jnp.where(h == -jnp.inf, 0, minus(pairs.epsilon, columns))
 
 
-def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, grad: Any) -> Any:
+def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, grad: Any) -> tuple[Any, Any]:
     """Σ W ∂C by x, y and the matrix for W_ij = grad_i p_ij, and the column sums of W."""
     nothing = tuple(None if part is None else jnp.zeros_like(part) for part in pairs[:3])
     if pairs.matrix is not None and needed:
@@ -92,6 +92,11 @@ def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, gr
     columns = kernel.reduce(pairs.T, h, s, grad[:, :, None] * _with_ones(pairs.x))
     rows = kernel.reduce(pairs, s, h, _with_ones(pairs.y)) * grad[:, :, None]
     return (*_pulled(pairs, rows, columns), None), columns[:, :, 0]
+
+
+def _of_pairs(cost: tuple[Any, ...], epsilon: jax.Array) -> Pairs:
+    """Gradients in the form of what they are of."""
+    return Pairs(cost[0], cost[1], cost[2], epsilon)
 
 
 def _with_ones(points: jax.Array) -> jax.Array:
@@ -143,7 +148,7 @@ def _moment_bwd(kernel: Any, power: int, residual: Any, grad: Any) -> Any:
         ones = jnp.ones_like(t)[:, :, None]
         total = kernel.reduce(pairs, s, t, ones, power + 1, grad, values).sum((1, 2))
         by_epsilon = total / pairs.epsilon**2
-    return Pairs(*cost, by_epsilon), by_s, by_t, by_values
+    return _of_pairs(cost, by_epsilon), by_s, by_t, by_values
 
 
 moment.__wrapped__.defvjp(_moment_fwd, _moment_bwd, symbolic_zeros=True)
