@@ -63,6 +63,20 @@ def flashot_register_adapters() -> list[AdapterSpec]:
             versions=">=1.3,<1.7",
         ),
         AdapterSpec(
+            name="colpali",
+            modules=("colpali_engine.utils.maxsim",),
+            target="flashot_backends.adapters.colpali:adapt",
+            distribution="colpali-engine",
+            versions=">=0.3.13,<0.4",
+        ),
+        AdapterSpec(
+            name="sentence_transformers",
+            modules=("sentence_transformers.util.similarity",),
+            target="flashot_backends.adapters.sentence_transformers:adapt",
+            distribution="sentence-transformers",
+            versions=">=3,<7",  # there is something to adapt from 6 on
+        ),
+        AdapterSpec(
             name="geomloss",
             modules=(
                 "geomloss.samples_loss",
