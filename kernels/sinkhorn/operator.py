@@ -79,9 +79,9 @@ class Rule(NamedTuple):
 
     def of(self, batch: slice, rows: slice) -> Rule:
         """The rule of some rows of some problems."""
-        omega = self.omega if self.omega is None or self.omega.shape[1] == 1 else self.omega[:, rows]
-        shift = self.shift if self.shift is None else self.shift[batch, rows]
-        return Rule(*(part if part is None else part[batch] for part in (omega, self.damping)), shift)
+        omega, damping, shift = (part if part is None else part[batch] for part in self)
+        omega = omega if omega is None or omega.shape[1] == 1 else omega[:, rows]
+        return Rule(omega, damping, shift if shift is None else shift[:, rows])
 
     def target(self, softmin: Tensor) -> Tensor:
         """Where the potentials would go without relaxation."""

@@ -82,9 +82,9 @@ def make_problem(name: str, n: int, dtype: Any = None, device: str = "cpu") -> P
         x, y = _points(case, n, m, generator)
     a, b = ((uniform(count) ** 6 + 1e-6 if case.uneven else torch.ones(count).double()) for count in (n, m))
     epsilon = case.epsilon * _median_cost(x, y, M)
-    parts, dtype = (x, y, M, a / a.sum(), b / b.sum()), dtype or torch.float64
-    tensors = (part if part is None else part.to(device, dtype) for part in parts)
-    return Problem(*tensors, epsilon)  # type: ignore[arg-type]
+    x, y, M = (part if part is None else part.to(device, dtype or torch.float64) for part in (x, y, M))
+    a, b = (part.to(device, dtype or torch.float64) for part in (a / a.sum(), b / b.sum()))
+    return Problem(x, y, M, a, b, epsilon)
 
 
 def _points(case: Case, n: int, m: int, generator: Any) -> tuple[Tensor, Tensor]:

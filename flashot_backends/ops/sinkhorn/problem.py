@@ -79,8 +79,8 @@ def make_problem(cost: Any, a: Any, b: Any, epsilon: Any, reach: Any = None, wid
         offsets = flatten(form.alpha.to(a_.dtype), batch, (n,)), flatten(form.beta.to(a_.dtype), batch, (m,))
     flat = flatten(a_, batch, (n,)), flatten(b_, batch, (m,)), flatten(epsilon_, batch, ())
     weighted, reach_ = a is not None or b is not None, reach_ if reach_ is None else flatten(reach_, batch, (2,))
-    rest = batch, form.metric, cost.restore, offsets, weighted, reach_, rho, narrow
-    return Problem(x, y[0] if y else None, *flat, *rest)
+    whole = Problem(x, y[0] if y else None, *flat, batch, form.metric, cost.restore, offsets, weighted, reach_, rho)
+    return whole._replace(narrow=narrow)
 
 
 def weights(given: Any, name: str, count: int, cost: Any) -> Tensor:

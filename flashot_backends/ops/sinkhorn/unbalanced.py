@@ -42,8 +42,8 @@ class Side(NamedTuple):
         return torch.where(self.tightness == 0, 0.0, -whole * self.tightness)
 
     def log_mass(self, log_weight: Tensor, potential: Tensor) -> Tensor:
-        """log ⟨a, e^(−f/ρ)⟩, (B, 1)."""
-        return torch.logsumexp(self._exponent(log_weight, potential), -1, keepdim=True)
+        """log ⟨a, e^(−f/ρ)⟩, (B, 1) float64: ρ times a small difference of two of them is a potential."""
+        return torch.logsumexp(self._exponent(log_weight, potential).double(), -1, keepdim=True)
 
     def shares(self, log_weight: Tensor, potential: Tensor) -> Tensor:
         """Each point's share of that mass, (B, n)."""
@@ -72,7 +72,7 @@ class Penalty(NamedTuple):
 
     def translation(self, log_a: Tensor, log_b: Tensor, f: Tensor, g: Tensor) -> Tensor:
         """The κ (B, 1) for which (f + κ, g − κ) has the largest dual."""
-        return self.both * (self.rows.log_mass(log_a, f) - self.columns.log_mass(log_b, g))
+        return (self.both * (self.rows.log_mass(log_a, f) - self.columns.log_mass(log_b, g))).to(f.dtype)
 
     def contraction(self, epsilon: Tensor) -> Tensor:
         """No eigenvalue of an iteration is larger than this product of both dampings, (B,)."""
