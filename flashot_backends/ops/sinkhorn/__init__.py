@@ -29,7 +29,7 @@ def solve(
 ) -> list[Solution]: ...
 
 
-def solve(
+def solve(  # type: ignore[misc]
     cost: Any,
     a: Any = None,
     b: Any = None,

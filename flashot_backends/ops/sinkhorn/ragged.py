@@ -88,7 +88,7 @@ def _stacked(problems: list[Problem]) -> Problem:
     first = problems[0]
     if len(problems) == 1:
         return first
-    n, m = (max(problem[side].shape[-1] for problem in problems) for side in (2, 3))
+    n, m = max(problem.a.shape[-1] for problem in problems), max(problem.b.shape[-1] for problem in problems)
 
     def joined(side: Callable[[Problem], Tensor | None], size: int = 0) -> Any:
         parts = [side(problem) for problem in problems]

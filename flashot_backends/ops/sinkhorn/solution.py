@@ -24,8 +24,8 @@ class Solution:
     """Potentials of an entropic transport problem, and its plan without the matrix.
 
     The plan is P_ij = a_i b_j exp((f_i + g_j − C_ij)/ε) (Peyré and Cuturi, Computational Optimal Transport, 2019,
-    eq. 4.12). Results come as the kind of array that the cost was given in; torch results carry the exact gradient of
-    the iterations that were run.
+    eq. 4.12). Results come as the kind of array that the cost was given in; torch results carry the gradient that
+    ``solve`` was asked for.
 
     Attributes
     ----------
