@@ -231,6 +231,21 @@ def test_finite_differences_of_the_value(rho):
     assert torch.autograd.gradcheck(value, parts, eps=1e-5, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
+@reaches
+def test_three_ways_to_differentiate_agree(rho):
+    """Through relaxed iterations and translations, through the fixed point, and through the dual's optimum."""
+    x, y, (a, b) = normal(7, 3), normal(9, 3, seed=1), masses(rho)
+    parts = [part.requires_grad_() for part in (x, y, a, b, torch.tensor(0.4, dtype=torch.float64))]
+    found = {}
+    for gradient in ("unrolled", "implicit", "envelope"):
+        solution = solve(PointCloud(x, y), a, b, epsilon=parts[4], reach=rho, tolerance=1e-13, gradient=gradient)
+        assert solution.converged
+        found[gradient] = torch.autograd.grad(solution.value(), parts)
+    for unrolled, implicit, envelope in zip(*found.values(), strict=True):
+        close(unrolled, implicit, rtol=1e-8)
+        close(unrolled, envelope, rtol=1e-8)
+
+
 def test_gradients_by_terms_of_one_side():
     """The inner product's cost holds terms that kernels do not see."""
     x, y = normal(6, 3).requires_grad_(), normal(7, 3, seed=1).requires_grad_()
