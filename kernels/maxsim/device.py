@@ -92,6 +92,18 @@ def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def _chosen(bucket, weights, first: tl.constexpr, count: tl.constexpr):
+    """``weights[bucket]`` for buckets from ``first`` on, of which there are ``count``: a few, chosen by halves."""
+    if count == 1:
+        return tl.load(weights + first) + tl.zeros(bucket.shape, tl.float32)
+    else:
+        half: tl.constexpr = count // 2
+        low = _chosen(bucket, weights, first, half)
+        high = _chosen(bucket, weights, first + half, half)
+        return tl.where(bucket < first + half, low, high)
+
+
+@triton.jit
 def _decoded(
     codes, spot, packed, at, centroids, weights, columns, SIZE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr
 ):
@@ -102,11 +114,22 @@ def _decoded(
     inside = columns[None, :] < SIZE
     code = tl.load(codes + spot).to(tl.int64)
     d = tl.load(centroids + code[:, None] * SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    bit = columns * BITS
     row = (at + spot) * (SIZE * BITS // 8)
-    byte = tl.load(packed + row[:, None] + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
-    bucket = (byte >> (8 - BITS - bit % 8)[None, :]) & ((1 << BITS) - 1)
-    d = tl.where(inside, d + tl.load(weights + bucket), 0.0)
+    if BITS == 2 or BITS == 4:
+        BYTES: tl.constexpr = columns.shape[0] * BITS // 8
+        place = tl.arange(0, BYTES)
+        there = place[None, :] < SIZE * BITS // 8
+        byte = tl.load(packed + row[:, None] + place[None, :], mask=there, other=0).to(tl.int32)
+        if BITS == 4:
+            bucket = tl.join(byte >> 4, byte & 15)
+        else:
+            bucket = tl.join(tl.join(byte >> 6, (byte >> 2) & 3), tl.join((byte >> 4) & 3, byte & 3))
+        weight = _chosen(tl.reshape(bucket, d.shape), weights, 0, 1 << BITS)
+    else:
+        bit = columns * BITS
+        byte = tl.load(packed + row[:, None] + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
+        weight = tl.load(weights + ((byte >> (8 - BITS - bit % 8)[None, :]) & ((1 << BITS) - 1)))
+    d = tl.where(inside, d + weight, 0.0)
     if UNIT:
         d = d / tl.maximum(tl.sqrt(tl.sum(d * d, axis=1)), 1e-12)[:, None]
     return d
@@ -365,7 +388,7 @@ def scores_kernel(
 
 @triton.jit
 def _document_gradient(
-    item, my_rows, my_slopes, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+    item, mine, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
     tiles, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
     D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
@@ -408,16 +431,17 @@ def _document_gradient(
             slope = tl.load(slopes + query.to(tl.int64) * g_query, mask=hit, other=0.0).to(tl.float32)
             place = (found + tl.cumsum(hit.to(tl.int32), 0) - 1) & (RING - 1)
             tl.debug_barrier()  # what is overwritten has been read by all
-            tl.store(my_rows + place, row.to(my_rows.dtype.element_ty) * BT + (choice - low), mask=hit)
-            tl.store(my_slopes + place, slope, mask=hit)
+            tl.store(mine + place, row.to(mine.dtype.element_ty) * BT + (choice - low), mask=hit)
+            tl.store(mine + RING + place, slope.to(tl.int32, bitcast=True).to(mine.dtype.element_ty), mask=hit)
             tl.debug_barrier()  # what is read has been written by all
             found += tl.sum(hit.to(tl.int32), 0)
             stop = tl.where(start + SCAN >= rows, found, found // BK * BK)
             for at in tl.range(done, stop, BK, num_stages=STAGES):
                 entry = at + tl.arange(0, BK)
                 live = entry < stop
-                packed = tl.load(my_rows + (entry & (RING - 1)), mask=live, other=0)
-                g = tl.load(my_slopes + (entry & (RING - 1)), mask=live, other=0.0)
+                packed = tl.load(mine + (entry & (RING - 1)), mask=live, other=0)
+                g = tl.load(mine + RING + (entry & (RING - 1)), mask=live, other=0)
+                g = g.to(tl.int32).to(tl.float32, bitcast=True)
                 source = packed // BT
                 if LINEAR:
                     q_rows = source.to(tl.int64) * q_token
@@ -468,6 +492,7 @@ def _query_gradient(
     tiles, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
     D_PACKED: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, GATHERS: tl.constexpr, NONE: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """A few tokens of one query's gradient: the document tokens they chose, weighted and summed.
 
@@ -517,11 +542,10 @@ def _query_gradient(
         to = (q_first + token) * SIZE
     else:
         to = (query.to(tl.int64) * longest_query + token) * SIZE
-    tl.store(
-        to_q + to[:, None] + columns[None, :],
-        total.to(to_q.dtype.element_ty),
-        mask=(token < length)[:, None] & (columns[None, :] < SIZE),
-    )
+    inside = (token < length)[:, None] & (columns[None, :] < SIZE)
+    if ADDED:
+        total += tl.load(to_q + to[:, None] + columns[None, :], mask=inside, other=0.0)
+    tl.store(to_q + to[:, None] + columns[None, :], total.to(to_q.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=[
@@ -530,13 +554,13 @@ def _query_gradient(
 ])  # fmt: skip
 def gradients_kernel(
     q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
-    sets, gradient, winners, ring, slopes, to_q, to_d, programs_d, items, tiles_d, tiles_q, queries, documents,
+    sets, gradient, winners, ring, to_q, to_d, programs_d, items, tiles_d, tiles_q, queries, documents,
     g_query, g_document, longest_query, longest_document, set_size, q_item, q_token, d_item, d_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
     HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
     GATHERS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr, LINEAR: tl.constexpr,
-    FOR_QUERIES: tl.constexpr, FOR_DOCUMENTS: tl.constexpr,
+    FOR_QUERIES: tl.constexpr, FOR_DOCUMENTS: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tiles.
 
@@ -545,10 +569,10 @@ def gradients_kernel(
     program = tl.program_id(0)
     if FOR_DOCUMENTS:
         if program < programs_d:
-            mine = program.to(tl.int64) * 2 * SCAN
+            mine = ring + program.to(tl.int64) * 4 * SCAN
             for item in range(program, items, programs_d):
                 _document_gradient(
-                    item, ring + mine, slopes + mine, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
+                    item, mine, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
                     tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
                     SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, SCAN, STAGES, EXACT, SCALED, NONE,
                     LINEAR,
@@ -558,5 +582,5 @@ def gradients_kernel(
             _query_gradient(
                 program - programs_d, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
                 tiles_q, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
-                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, GATHERS, NONE,
+                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, GATHERS, NONE, ADDED,
             )  # fmt: skip

@@ -16,7 +16,7 @@ from .layout import document_count, index_dtype, none_of, query_count, winners_s
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 4096
-TOGETHER = 1 << 17  # winners up to which both gradients are one launch; with more each has its own registers
+TOGETHER = 1 << 22  # winners up to which both gradients are one launch; with more each has its own registers
 _plans: dict[tuple, Plan] = {}
 _ALONE = (None,) * 6
 _NO_EXTRAS = (None,) * 3
@@ -155,27 +155,37 @@ def _reversed(bits):
 def backward(problem, winners, gradient, for_queries, for_documents):
     """Gradients of the weighted scores at the recorded winners: for queries and for documents (None: not wanted)."""
     if for_queries and for_documents and winners.numel() > TOGETHER:
-        to_queries, _ = backward(problem, winners, gradient, True, False)
-        return to_queries, backward(problem, winners, gradient, False, True)[1]
-    key = ("gradients", for_queries, for_documents, gradient.stride(), gradient.dtype, *_kind(problem))
-    plan = _plans.get(key) or _remember(key, _backward_plan(problem, winners, gradient, for_queries, for_documents))
+        to_queries, _ = _backward(problem, winners, gradient, True, False)
+        return to_queries, _backward(problem, winners, gradient, False, True)[1]
+    return _backward(problem, winners, gradient, for_queries, for_documents)
+
+
+def add_queries(problem, winners, gradient, total):
+    """Add the queries' gradient to ``total``, contiguous float32 in the shape of the queries."""
+    _backward(problem, winners, gradient, True, False, total)
+
+
+def _backward(problem, winners, gradient, for_queries, for_documents, total=None):
+    wanted = for_queries, for_documents, total is not None
+    key = ("gradients", *wanted, gradient.stride(), gradient.dtype, *_kind(problem))
+    plan = _plans.get(key) or _remember(key, _backward_plan(problem, winners, gradient, *wanted))
     if plan.copies:
         problem = _contiguous_rows(problem)
     q, d = problem.queries, problem.documents
-    to_queries = q.new_empty(q.shape) if for_queries else None
+    to_queries = (q.new_empty(q.shape) if total is None else total) if for_queries else None
     to_documents = d.new_empty(d.shape) if for_documents else None
     if plan.programs:
-        rings = winners.new_empty(plan.ring, dtype=plan.index), winners.new_empty(plan.ring, dtype=torch.float32)
-        rest = _sets(problem), gradient, winners, *rings, to_queries, to_documents
+        ring = winners.new_empty(plan.ring, dtype=plan.index)
+        rest = _sets(problem), gradient, winners, ring, to_queries, to_documents
         start(gradients_kernel, plan, (*problem[:8], *rest))
     return to_queries, to_documents
 
 
-def _backward_plan(problem, winners, gradient, for_queries, for_documents):
+def _backward_plan(problem, winners, gradient, for_queries, for_documents, added):
     """Grid, numbers and constants of the backward kernel."""
     copied = _contiguous_rows(problem)
     constants = _backward_constants(problem, winners)
-    constants.update(FOR_QUERIES=for_queries, FOR_DOCUMENTS=for_documents)
+    constants.update(FOR_QUERIES=for_queries, FOR_DOCUMENTS=for_documents, ADDED=added)
     chunks = -(-constants["SIZE"] // constants["BD"])
     tiles_d = -(-problem.longest_document // constants["BT"])
     tiles_q = -(-problem.longest_query // constants["BS"])
@@ -189,7 +199,7 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents):
         numbers=(programs_d, items, *tiles, queries, documents, *strides, *_sizes(copied)),
         constants=constants,
         copies=copied is not problem,
-        ring=(programs_d, 2 * constants["SCAN"]),
+        ring=(programs_d, 4 * constants["SCAN"]),
         index=torch.int32 if queries * problem.longest_query * constants["BT"] < 2**31 else torch.int64,
     )
 

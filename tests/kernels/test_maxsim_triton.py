@@ -113,6 +113,16 @@ def test_sets_pairs_and_lists(dtype):
     check(build(a, b, [mask(len(t), seed=9) for t in a], masks, "zero", False, None), 3e-6)
 
 
+def test_queries_gradient_is_added():
+    q, x = tokens(3, 5, 8, dtype=torch.float16), tokens(4, 37, 8, seed=1, dtype=torch.float16)
+    problem = build(q, x, None, None, "exclude", False, None)
+    scores, winners = triton.forward(problem, True)
+    gradient, total = tokens(*scores.shape, seed=5), tokens(3, 5, 8, seed=6)
+    expected = total + reference.backward(problem, winners, gradient, True, False)[0]
+    triton.add_queries(problem, winners, gradient, total)
+    torch.testing.assert_close(total, expected, rtol=2e-3, atol=2e-3)
+
+
 def test_ties_go_to_the_first_and_any_scale_is_exact():
     q, x = torch.ones(2, 3, 8, device=DEVICE), torch.ones(2, 40, 8, device=DEVICE)
     _, winners = triton.forward(build(q, x, None, None, "exclude", False, None), True)
@@ -143,7 +153,7 @@ def test_sizes_it_leaves_to_others(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [0, 2, 4])
+@pytest.mark.parametrize("bits", [0, 1, 2, 4, 8])
 def test_documents_in_few_bits(bits, dtype):
     from flashot_backends.ops.maxsim import Int8, Residuals
 

@@ -7,6 +7,7 @@ and so is the sum of the selected inner products; each is the other's derivative
 import torch
 
 from .codes import Coded
+from .problem import Problem
 
 
 def kernel_for(problem, backend=None):
@@ -42,14 +43,14 @@ def transformed():
 
 def bare(problem):
     """The problem without its tokens, safe to keep in an autograd context."""
-    return problem._replace(queries=None, documents=None)
+    return Problem(None, None, *problem[2:])
 
 
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries, documents, problem, backend):
         ctx.kernel = kernel_for(problem, backend)
-        scores, winners = ctx.kernel.forward(problem._replace(queries=queries, documents=documents), True)
+        scores, winners = ctx.kernel.forward(problem, True)
         ctx.save_for_backward(queries, documents, winners)
         ctx.problem = bare(problem)
         return scores
@@ -61,9 +62,8 @@ class _Score(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _Gradients.apply(gradient, queries, documents, winners, ctx.problem, ctx.kernel, *wanted)
         else:
-            found = ctx.kernel.backward(
-                ctx.problem._replace(queries=queries, documents=documents), winners, gradient, *wanted
-            )
+            problem = Problem(queries, documents, *ctx.problem[2:])
+            found = ctx.kernel.backward(problem, winners, gradient, *wanted)
         return *found, None, None
 
 

@@ -111,7 +111,7 @@ class _Contrastive(torch.autograd.Function):
         problem = problem._replace(queries=queries, documents=documents)
         for_queries, for_documents = ctx.needs_input_grad[:2]
         wide = torch.promote_types(queries.dtype, torch.float32)
-        to_queries = torch.zeros_like(queries, dtype=wide) if for_queries else None
+        to_queries = queries.new_zeros(queries.shape, dtype=wide) if for_queries else None
         to_documents: Any = (
             torch.empty_like(documents, memory_format=torch.contiguous_format) if for_documents else None
         )
@@ -122,12 +122,19 @@ class _Contrastive(torch.autograd.Function):
             own = (labels - first).clamp(0, last - first - 1)[:, None]
             slope.scatter_add_(1, own, -inside[:, None].to(slope.dtype))
             slope *= (gradient / temperature)[:, None]
-            found = kernel.backward(part, winners, slope, for_queries, for_documents)
             if for_queries:
-                to_queries += found[0]
+                _add(kernel, part, winners, slope, to_queries)
             if for_documents:
-                to_documents[first:last] = found[1]
+                to_documents[first:last] = kernel.backward(part, winners, slope, False, True)[1]
         return None if to_queries is None else to_queries.to(queries.dtype), to_documents, None, None, None, None
+
+
+def _add(kernel, problem, winners, gradient, total):
+    """Add a block's gradient of the queries, in place where the kernel can."""
+    if hasattr(kernel, "add_queries"):
+        kernel.add_queries(problem, winners, gradient, total)
+    else:
+        total += kernel.backward(problem, winners, gradient, True, False)[0]
 
 
 def _of_label(scores, labels, first, last):
