@@ -141,6 +141,7 @@ class Fused(Operator):
         self.precision = precision
         self.prepared = prepared or prepare(cost, self.exact_epsilon)
         self._streamed: blocks.Blocks | None = None
+        self._halved: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None  # values last seen, and their parts
 
     @property
     def T(self) -> Fused:  # noqa: N802
@@ -278,36 +279,43 @@ class Fused(Operator):
         self, s: Tensor, t: Tensor, values: Tensor | None, weights: Tensor | None = None, power: int = 0
     ) -> tuple[Any, Tensor]:
         """Σ_j P_ij C_ij^power w_j V_j (None without values), and the same with 1 for V_j, streamed."""
-        if values is not None and weights is not None:
-            values = values * weights[:, :, None]
-        rows, norm = self.prepared.rows, 0.0
+        from .triton_kernels import join
+
+        rows, epsilon, kind = self.prepared.rows, self.exact_epsilon, self.prepared.kind
         with on(self.device):
-            top, total, out = self._parts_of_product(t, values, weights, power)
-            if self.prepared.kind == DOT:
-                norm = rows.half_norm[:, : rows.length]
-            highest = top.amax(0)
-            fade = torch.exp2(top - highest)
-            scale = torch.exp2(s * LOG2E - norm + highest) * self.epsilon[:, None] ** power
-            total = (total * fade).sum(0) * scale
-            return (None if out is None else (out * fade[..., None]).sum(0) * scale[:, :, None]), total
+            top, total, out, largest = self._parts_of_product(t, values, weights, power)
+            width = out.shape[-1]
+            sums, result = self.new(self.batch, rows.length), self.new(self.batch, rows.length, width)
+            across = min(WIDEST, max(1, 1 << (width - 1).bit_length())) if width else 1
+            programs = -(-rows.length // 32) * max(1, -(-width // across))
+            args = (
+                top, total, out, s, rows.half_norm, epsilon, top if largest is None else largest, sums, result,
+                programs, len(top), self.batch, rows.length, width, rows.blocks, *s.stride(), epsilon.stride(0),
+            )  # fmt: skip
+            constants = (kind == DOT, power, 1 if largest is None else HALF_RANGE, 32, across)
+            variant = tuple(part.data_ptr() % 16 for part in (s, epsilon, total, result, sums))
+            launch(join, programs * self.batch, args, constants, PRODUCT_OPTIONS, variant)
+            return (None if values is None else result), sums
 
     def _parts_of_product(
         self, t: Tensor, values: Tensor | None, weights: Tensor | None, power: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """By parts of the columns, around the maxima ``top`` (parts, B, n): sums (parts, B, n), products with V."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """By parts of the columns, around the maxima ``top`` (parts, B, n): sums (parts, B, n), products with V.
+
+        Last, by problem, what products are to be multiplied by, and divided by the square of HALF_RANGE, if they are.
+        """
         from .triton_kernels import product
 
         prepared = self.prepared
         rows, columns = prepared.rows, prepared.columns
-        bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
-        norm = columns.half_norm[:, : columns.length] if prepared.kind == DOT else 0.0
-        torch.sub(t * LOG2E, norm, out=bias[:, : columns.length])
-        padded = torch.ones_like(bias)
-        if weights is not None:
-            padded[:, : columns.length] = weights
+        bias, padded = self._laid(t, weights)
+        if values is not None and weights is not None:
+            values = values * weights[:, :, None]
         width = 0 if values is None else values.shape[-1]
         across = width if width <= NARROW else min(WIDEST, max(16, 1 << (width - 1).bit_length()))
-        first, second, unit = _split_values(bias if values is None else values, across > NARROW and power == 0)
+        first, second, largest = bias, bias, None
+        if values is not None:
+            first, second, largest = self._values(values.float(), across > NARROW and power == 0)
         wide = prepared.kind == DOT or across > NARROW
         shape = Shape(64, 64, 4, 2, 3 if across <= NARROW else 2) if wide else Shape(32, 64, 4, 1, 3)
         blocks_of_rows, slices = -(-rows.length // shape.rows), -(-width // across) if width else 1
@@ -321,13 +329,44 @@ class Fused(Operator):
             columns.length, width, rows.blocks, columns.blocks, columns.length * width, prepared.width // 64,
             prepared.batch_stride, *_strides(prepared),
         )  # fmt: skip
-        variant = (prepared.variant, *(part.data_ptr() % 16 for part in (top, total, out, first)))
+        variant = (prepared.variant, *(part.data_ptr() % 16 for part in (total, first)))
         constants = (*self.constants, shape.rows, shape.columns, across, shape.stages, power)
         options = (("num_warps", shape.warps), ("num_stages", shape.stages))
         launch(product, programs * self.batch, args, constants, options, variant)
-        if values is None:
-            return top, total, None
-        return top, total, out * unit
+        return top, total, out, largest
+
+    def _laid(self, t: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Biases and weights of the columns, padded."""
+        from .triton_kernels import lay
+
+        columns, kind = self.prepared.columns, self.prepared.kind
+        bias, padded = self.new(2, self.batch, columns.blocks * PAD).unbind()
+        given = t if weights is None else weights
+        args = (
+            t, given, columns.half_norm, bias, padded, columns.blocks, columns.length, columns.blocks, *t.stride(),
+            *given.stride(),
+        )  # fmt: skip
+        constants, variant = (kind == DOT, weights is not None, BLOCK), (t.data_ptr() % 16, given.data_ptr() % 16)
+        launch(lay, columns.blocks * self.batch, args, constants, (("num_warps", 4),), variant)
+        return bias, padded
+
+    def _values(self, values: Tensor, in_halves: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Values as the kernel takes them: float32, or two float16 parts, high + low = value · HALF_RANGE / largest."""
+        from .triton_kernels import halve
+
+        values = values.contiguous()
+        if not in_halves:
+            return values, values, None
+        if self._halved is None or self._halved[0] is not values:
+            largest = values.abs().amax((1, 2))
+            high, low = torch.empty((2, *values.shape), dtype=torch.float16, device=self.device).unbind()
+            count = values[0].numel()
+            programs = -(-count // 1024)
+            args = (values, largest, high, low, programs, count)
+            variant = (values.data_ptr() % 16, low.data_ptr() % 16)
+            launch(halve, programs * self.batch, args, (HALF_RANGE, 1024), (("num_warps", 4),), variant)
+            self._halved = values, (high, low, largest)
+        return self._halved[1]
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -335,18 +374,6 @@ class Fused(Operator):
         prepared, width = self.prepared, self.prepared.width
         held, chunk = (width, width) if width <= CHUNK else (0, 64)
         return (prepared.kind, held, chunk, 1 if self.precision == "fast" else 3, *_alignment(prepared))
-
-
-def _split_values(values: Tensor, in_halves: bool) -> tuple[Tensor, Tensor, Any]:
-    """Values as the kernel takes them: float32, or two float16 parts; and what its results are to be multiplied by."""
-    values = values.float()
-    if not in_halves:
-        values = values.contiguous()
-        return values, values, 1.0
-    largest = values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    scaled = values * (HALF_RANGE / largest)
-    high = scaled.half().contiguous()
-    return high, (scaled - high).half().contiguous(), largest / HALF_RANGE**2
 
 
 def _alignment(prepared: Prepared) -> tuple[int, int]:
@@ -446,7 +473,7 @@ class Strips:
     FEWEST = 16  # rows for each multiprocessor
     THREADS = 512  # of a multiprocessor, so that each may use 128 registers
     # Rows of a strip, warps of a program, and whether the next strip is fetched ahead.
-    SHAPES: ClassVar = {MATRIX: (1, 16, True), FMA: (2, 16, False)}
+    SHAPES: ClassVar = {MATRIX: (1, 8, False), FMA: (4, 16, False)}
 
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared

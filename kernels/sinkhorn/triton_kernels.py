@@ -987,6 +987,85 @@ def gather(
     tl.store(bias_out + at, tl.where(massive, after + weight, weight), mask=cols < m)
 
 
+@kernel
+def lay(
+    t, weights, norm_k, bias, padded, programs: tl.int32, m: tl.int32, blocks_k: tl.int32, batch_t: tl.int64,
+    stride_t: tl.int64, batch_weights: tl.int64, stride_weights: tl.int64, NORMS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a product takes of its columns, padded: t log₂e − |y'|²/2, and weights, 1 where there are none."""
+    b, block = place(programs)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    at, inside = b * blocks_k * PAD + cols, cols < m
+    value = tl.load(t + b * batch_t + cols.to(tl.int64) * stride_t, mask=inside, other=float("-inf"))
+    value = value * 1.4426950408889634
+    if NORMS:
+        value -= tl.load(norm_k + at)
+    tl.store(bias + at, value)
+    weight = tl.full([BLOCK], 1.0, tl.float32)
+    if WEIGHTED:
+        weight = tl.load(weights + b * batch_weights + cols.to(tl.int64) * stride_weights, mask=inside, other=0.0)
+    tl.store(padded + at, weight)
+
+
+@kernel
+def halve(values, largest, high, low, programs: tl.int32, count: tl.int64, RANGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Values (B, count) as two float16 parts each, high + low = value · RANGE / largest of the problem."""
+    b, block = place(programs)
+    here = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = b * count + here, here < count
+    scale = RANGE / tl.maximum(tl.load(largest + b), 1.1754943508222875e-38)
+    value = tl.load(values + at, mask=inside, other=0.0) * scale
+    first = value.to(tl.float16)
+    tl.store(high + at, first, mask=inside)
+    tl.store(low + at, (value - first.to(tl.float32)).to(tl.float16), mask=inside)
+
+
+@kernel
+def join(
+    top, total, out, s, norm_q, epsilon, largest, total_out, result, programs: tl.int32, parts: tl.int32,
+    problems: tl.int32, n: tl.int32, width: tl.int32, blocks_q: tl.int32, batch_s: tl.int64, stride_s: tl.int64,
+    stride_epsilon: tl.int64, NORMS: tl.constexpr, POWER: tl.constexpr, RANGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The parts of a product in one, times 2^(s_i log₂e − |x'_i|²/2 + top_i) ε^POWER. RANGE > 1: values were halved."""
+    b, program = place(programs)
+    slices = tl.maximum(tl.cdiv(width, BLOCK_V), 1)
+    block, part = program // slices, program % slices
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    which = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = rows < n
+    there = inside[:, None] & (which[None, :] < width)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for k in range(parts):
+        found = tl.load(top + (k * problems + b) * n + rows, mask=inside, other=0.0)
+        highest = tl.maximum(highest, found)
+    shift = tl.load(s + b * batch_s + rows.to(tl.int64) * stride_s, mask=inside, other=0.0) * 1.4426950408889634
+    if NORMS:
+        shift -= tl.load(norm_q + b * blocks_q * PAD + rows, mask=inside, other=0.0)
+    scale = tl.exp2(shift + highest)
+    if POWER > 0:
+        unit = tl.load(epsilon + b * stride_epsilon).to(tl.float32)
+        scale *= unit
+        if POWER > 1:
+            scale *= unit
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for k in range(parts):
+        at = (k * problems + b) * n + rows
+        fade = tl.exp2(tl.load(top + at, mask=inside, other=0.0) - highest)
+        sums += fade * tl.load(total + at, mask=inside, other=0.0)
+        if width > 0:
+            at = at[:, None] * width + which[None, :]
+            acc += fade[:, None] * tl.load(out + at, mask=there, other=0.0)
+    if part == 0:
+        tl.store(total_out + b * n + rows, sums * scale, mask=inside)
+    if width > 0:
+        if RANGE > 1:
+            acc = acc * (tl.maximum(tl.load(largest + b), 1.1754943508222875e-38) / RANGE / RANGE)
+        tl.store(result + (b * n + rows[:, None]) * width + which[None, :], acc * scale[:, None], mask=there)
+
+
 @triton.jit
 def add_column(acc, e, values, cols, m, fade, K: tl.constexpr, WIDTH: tl.constexpr):
     """acc · fade + Σ_j e_j V_jk, nothing beyond the last column of the values."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import far, triton
 from .launch import INTERPRETED, Shape, compile_together, launch, launch_shape, processors, splits_for
 from .operator import Cost
-from .triton import DOT, FMA, LOG2E, PAD, PRODUCT_OPTIONS, on
+from .triton import DOT, FMA, LOG2E, PAD, on
 
 LN_2 = math.log(2)
 SHARE = 128  # points that one program prepares, or integrates over
@@ -276,8 +276,8 @@ class Descent:
         listed = len(task.steps[0]) > 1
         capturing = not INTERPRETED and torch.cuda.is_current_stream_capturing()
         self.small = layout.small and not capturing and task.shown is iter
-        reference = 0.0 if layout.kind == FMA else 2 * task.steps[-1][0][0]
-        self.numbers = numbers_for(task.steps, task.p, reference)
+        self.reference = 0.0 if layout.kind == FMA else 2 * task.steps[-1][0][0]
+        self.numbers = numbers_for(task.steps, task.p, self.reference)
         self.table: Tensor | None = None
         if listed or self.small:
             stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(x.device.index)
@@ -286,7 +286,7 @@ class Descent:
         self.turn = 0
         self.cuts = [cut(layout, False, shape_for(layout, False)), cut(layout, True, shape_for(layout, True))]
         self._allocate()
-        self._begin(reference)
+        self._begin()
 
     def _allocate(self) -> None:
         """One piece of memory for all that is computed, and one for what is counted."""
@@ -306,14 +306,14 @@ class Descent:
         self.counters, self.sloped_counters, self.meeting = counters.split((counts, counts, 1))
         self.state = 2 * each  # numbers of one state of potentials, or of biases
 
-    def _begin(self, reference: float) -> None:
+    def _begin(self) -> None:
         from .triton_symmetric_kernels import begin
 
         layout, x, y = self.layout, self.x, self.y
         norms = sides = self.points_x, self.points_y
         self.prepared = None
         if layout.kind == DOT:
-            epsilon = torch.full((1,), reference, dtype=torch.float64, device=layout.device).expand(layout.batch)
+            epsilon = torch.full((1,), self.reference, dtype=torch.float64, device=layout.device).expand(layout.batch)
             self.prepared = triton.prepare(Cost(x, y, None), epsilon)
             norms = self.prepared.rows.half_norm, self.prepared.columns.half_norm
         programs = (layout.blocks_x + layout.blocks_y) * (PAD // SHARE)
@@ -383,6 +383,8 @@ class Descent:
     def last(self) -> None:
         """The last step, with slopes where they are wanted."""
         k, few, need = len(self.numbers) - 1, self.layout.kind == FMA, self.layout.need
+        if self.small and any(need):
+            need = True, True  # one launch for both clouds, where a launch costs more than a slope
         if few and any(need):
             self._launch(k, True, *map(int, need))
         if not (few and all(need)):
@@ -468,25 +470,17 @@ class Descent:
                 torch.mul(points - self._mean(side, other, biases[:, own], (x, y)[other]), damping, out=out[:, own])
 
     def _mean(self, side: int, other: int, bias: Tensor, values: Tensor) -> Tensor:
-        """Σ_j p_ij V_j of the softmin with this bias."""
-        from .triton_kernels import product
-
-        layout, prepared = self.layout, self.prepared
+        """Σ_j p_ij V_j of the last softmin, which has this bias."""
+        layout, prepared, points = self.layout, self.prepared, (self.x, self.y)
         assert prepared is not None
         both, offset = (prepared.rows, prepared.columns), layout.blocks_x * PAD
-        rows, columns = both[side], both[other]
-        bias = (bias[:, offset:] if other else bias[:, :offset]).contiguous()
-        width, across = layout.d, min(triton.WIDEST, max(16, 1 << (layout.d - 1).bit_length()))
-        top, total = torch.empty(2, layout.batch, rows.length, device=layout.device)
-        out = torch.empty(layout.batch, rows.length, width, device=layout.device)
-        programs = -(-rows.length // 64) * -(-width // across)
-        args = (
-            rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, values,
-            torch.ones_like(bias), top, total, out, prepared.slopes, programs, rows.length, columns.length, width,
-            rows.blocks, columns.blocks, values.stride(0), prepared.width // 64, 0, 1, 1,
-        )  # fmt: skip
-        variant = (prepared.variant, top.data_ptr() % 16, total.data_ptr() % 16)
-        kind, held, _, chunk, products = layout.constants
-        constants = (kind, held, chunk, products, 2, 1, 64, 64, across, 1, 0)
-        launch(product, programs * layout.batch, args, constants, PRODUCT_OPTIONS, variant)
-        return out.div_(total[:, :, None])
+        columns = both[other]
+        bias = bias[:, offset:] if other else bias[:, :offset]
+        t = (bias + columns.half_norm)[:, : columns.length] * LN_2
+        turned = prepared._replace(rows=both[side], columns=columns)
+        epsilon = torch.full((layout.batch,), self.reference, dtype=torch.float64, device=layout.device)
+        operator = triton.Fused(Cost(points[side], points[other], None), epsilon, layout.precision, turned)
+        top, total, out, largest = operator._parts_of_product(t, values, None, 0)
+        fade = torch.exp2(top - top.amax(0))
+        mean = (out * fade[..., None]).sum(0) / (total * fade).sum(0)[:, :, None]
+        return mean if largest is None else mean * (largest / triton.HALF_RANGE**2)[:, None, None]
