@@ -179,6 +179,27 @@ def test_never_later_than_plain_iterations_by_more_than_a_look(problem, toleranc
     close(fast.plan(), plain.plan(), rtol=0, atol=1e3 * tolerance)
 
 
+def converged(x, y, a, b, epsilon):
+    solution = solve(PointCloud(x, y), a, b, epsilon=epsilon, tolerance=1e-11, max_iterations=2000)
+    hypothesis.assume(solution.converged)
+    return solution
+
+
+@few
+@given(problems(), st.integers(0, 2**31), st.sampled_from([0.0, 50.0]), st.sampled_from([1e-3, 1.0, 1e3]))
+def test_order_place_unit_and_copies_of_points_do_not_matter(problem, seed, offset, unit):
+    x, y, a, b, epsilon = problem
+    p = torch.randperm(2 * len(a), generator=torch.Generator().manual_seed(seed))
+    one = converged(x, y, a, b, epsilon)
+    moved = unit**0.5 * (x.repeat(2, 1)[p] + offset), unit**0.5 * (y + offset)
+    other = converged(*moved, (a.repeat(2) / 2)[p], b, unit * epsilon)
+    close(other.plan(), one.plan().repeat(2, 1)[p] / 2, rtol=0, atol=1e-9)
+    close(other.value() / unit, one.value(), rtol=1e-8, atol=1e-8)
+    turned = converged(y, x, b, a, epsilon)
+    close(turned.plan().T, one.plan(), rtol=0, atol=1e-9)
+    assert (one.plan()[a == 0] == 0).all() and (one.plan()[:, b == 0] == 0).all()
+
+
 @few
 @given(problems(), st.floats(1, 2), st.integers(0, 2**31))
 def test_no_relaxed_half_step_lowers_the_dual(problem, factor, seed):
