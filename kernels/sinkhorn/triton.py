@@ -473,7 +473,7 @@ class Strips:
     FEWEST = 16  # rows for each multiprocessor
     THREADS = 512  # of a multiprocessor, so that each may use 128 registers
     # Rows of a strip, warps of a program, and whether the next strip is fetched ahead.
-    SHAPES: ClassVar = {MATRIX: (1, 8, False), FMA: (4, 16, False)}
+    SHAPES: ClassVar = {MATRIX: (1, 8, False), FMA: (1, 8, False)}
 
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared

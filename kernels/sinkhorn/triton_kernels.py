@@ -1056,8 +1056,8 @@ def join(
         fade = tl.exp2(tl.load(top + at, mask=inside, other=0.0) - highest)
         sums += fade * tl.load(total + at, mask=inside, other=0.0)
         if width > 0:
-            at = at[:, None] * width + which[None, :]
-            acc += fade[:, None] * tl.load(out + at, mask=there, other=0.0)
+            where = at[:, None] * width + which[None, :]
+            acc += fade[:, None] * tl.load(out + where, mask=there, other=0.0)
     if part == 0:
         tl.store(total_out + b * n + rows, sums * scale, mask=inside)
     if width > 0:

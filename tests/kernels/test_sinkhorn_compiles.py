@@ -58,8 +58,8 @@ class Launch:
         return compiler.compile(source, target=HOPPER, options=self.options)
 
 
-def record(monkeypatch, card, cost, batch=1, precision="high"):
-    """The launches of a solve on that card, resident if the problem is small enough."""
+def record(monkeypatch, card, cost, batch=1, precision="high", work=None):
+    """The launches of a solve on that card, resident if the problem is small enough; or of other work."""
     seen = {}
 
     def note(kernel, programs, args, constants, options, variant=None, at=-1):
@@ -73,6 +73,9 @@ def record(monkeypatch, card, cost, batch=1, precision="high"):
     operator = triton.Fused(cost, torch.ones(batch, dtype=torch.float64), precision)
     n, m = operator.rows, operator.columns
     a, b, f = torch.ones(batch, n), torch.ones(batch, m), torch.zeros(batch, n)
+    if work is not None:
+        work(operator, f, torch.zeros(batch, m))
+        return list(seen.values())
     operator.iterate(a, b, f, 2, 0.0, 1, "l1", 1.0, lambda seen: None)
     return list(seen.values())
 
@@ -170,6 +173,24 @@ def test_strips(monkeypatch, tmp_path, kind):
     found = [one for one in record(monkeypatch, "h200", cost_of(kind, 300, 10_000)) if one.kernel.__name__ == "strip"]
     assert len(found) == 1
     check(found[0], tmp_path, stack=SPILLED)
+
+
+@pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)
+def test_products(monkeypatch, tmp_path, kind):
+    """Products with the plan, narrow and wide, and what a gradient takes."""
+
+    def work(operator, s, t):
+        for width in (1, 3, 64):
+            operator.apply(s, t, torch.ones(1, operator.columns, width))
+        operator.cost_apply(s, t, power=2)
+        operator.moment(s, t, torch.ones(1, operator.columns, 20), 1)
+        if kind != "rows":
+            operator.weighted(s, t, alpha=s)
+
+    found = record(monkeypatch, "h200", cost_of(kind, 300), work=work)
+    assert {"product", "join", "lay", "halve"} <= {one.kernel.__name__ for one in found}
+    for one in found:
+        check(one, tmp_path, stack=SPILLED)
 
 
 @pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)
