@@ -100,6 +100,34 @@ def test_lowering(kernel_, platform, call, d):
     assert exported(kernel_, both, platform, (1, False, 1000, 700, d)).count(call) >= 2
 
 
+@pytest.mark.slow
+def test_no_races_on_a_tpu(monkeypatch):
+    from jax.experimental.pallas import tpu as pltpu
+
+    interpreter = pytest.importorskip("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    monkeypatch.setattr(pallas_tpu, "interpret", pltpu.InterpretParams(detect_races=True))
+    pairs, h = operands(2, True, 300, 700, 12)
+    np.testing.assert_allclose(pallas_tpu.lse(pairs, h), jax_reference.lse(pairs, h), rtol=1e-6, atol=5e-6)
+    assert not interpreter.races.races_found
+    pallas_tpu.reduce(pairs, -jax_reference.lse(pairs, h), h, h[:, :, None])
+    assert not interpreter.races.races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="JAX sees no GPU")
+@pytest.mark.parametrize("size", [(1, False, 777, 2049, 64), (3, False, 130, 520, 12), (2, True, 5000, 333, 3)])
+def test_on_a_card(size):
+    pairs, h = operands(*size)
+    wanted = jax_reference.lse(pairs, h)
+    for guess in (None, wanted, wanted - 300):
+        found = jax.jit(pallas_gpu.lse)(pairs, h, guess)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
+    values, s = jnp.cos(jnp.arange(size[0] * size[3] * 5.0)).reshape(size[0], size[3], 5), -wanted
+    found = jax.jit(pallas_gpu.reduce)(pairs, s, h, values)
+    plain = jax_reference.reduce(pairs, s, h, values)
+    np.testing.assert_allclose(found, plain, atol=5e-6 * float(abs(plain).max()))
+
+
 COMPILE = """
 import jax, jax.numpy as jnp
 from jax.experimental import topologies

@@ -212,7 +212,8 @@ def choose(problem: Problem, backend: str | Sequence[str] | None) -> Any:
 def _platform(array: Any) -> str:
     """Where the call will run, as the registry names it; inside jit the default device is all there is to know."""
     if isinstance(array, jax.core.Tracer):
-        platform = jax.default_backend()
+        chosen = jax.config.jax_default_device
+        platform = jax.default_backend() if chosen is None else getattr(chosen, "platform", str(chosen))
     else:
         platform = next(iter(array.devices())).platform
     return {"gpu": "cuda"}.get(platform, platform)
