@@ -116,8 +116,9 @@ def exponents(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = less_square(less_square(acc, d0, 0, D), d1, 1, D)
     acc = less_square(less_square(acc, d2, 2, D), d3, 3, D)
-    acc = less_square(less_square(acc, d4, 4, D), d5, 5, D)
-    acc = less_square(less_square(acc, d6, 6, D), d7, 7, D)
+    if D > 4:
+        acc = less_square(less_square(acc, d4, 4, D), d5, 5, D)
+        acc = less_square(less_square(acc, d6, 6, D), d7, 7, D)
     rate = acc
     if P == 1:
         squares = tl.maximum(-acc, floor * floor)
@@ -139,8 +140,10 @@ def near_top(
         cols = start + tl.arange(0, BLOCK_N)
         d0, d1 = gap(x0, k1, cols, pad_k, scale, 0, D), gap(x1, k1, cols, pad_k, scale, 1, D)
         d2, d3 = gap(x2, k1, cols, pad_k, scale, 2, D), gap(x3, k1, cols, pad_k, scale, 3, D)
-        d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
-        d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
+        d4, d5, d6, d7 = d0, d1, d2, d3
+        if D > 4:  # what nobody needs would still take time to compile
+            d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
+            d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
         base = tl.load(bias + cols)[None, :]
         acc, _ = exponents(base, d0, d1, d2, d3, d4, d5, d6, d7, FLOOR * scale, D, P, BLOCK_M, BLOCK_N)
         top = tl.maximum(top, acc)
@@ -161,14 +164,19 @@ def near_sums(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # sums kept apart by column, to meet once at the end
     s0, s1 = room(x0, 0, D, BLOCK_N, SLOPE), room(x0, 1, D, BLOCK_N, SLOPE)
     s2, s3 = room(x0, 2, D, BLOCK_N, SLOPE), room(x0, 3, D, BLOCK_N, SLOPE)
-    s4, s5 = room(x0, 4, D, BLOCK_N, SLOPE), room(x0, 5, D, BLOCK_N, SLOPE)
-    s6, s7 = room(x0, 6, D, BLOCK_N, SLOPE), room(x0, 7, D, BLOCK_N, SLOPE)
+    none = tl.zeros([BLOCK_M, 1], tl.float32)
+    s4, s5, s6, s7 = none, none, none, none
+    if D > 4:
+        s4, s5 = room(x0, 4, D, BLOCK_N, SLOPE), room(x0, 5, D, BLOCK_N, SLOPE)
+        s6, s7 = room(x0, 6, D, BLOCK_N, SLOPE), room(x0, 7, D, BLOCK_N, SLOPE)
     for start in range(first, last, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         d0, d1 = gap(x0, k1, cols, pad_k, scale, 0, D), gap(x1, k1, cols, pad_k, scale, 1, D)
         d2, d3 = gap(x2, k1, cols, pad_k, scale, 2, D), gap(x3, k1, cols, pad_k, scale, 3, D)
-        d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
-        d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
+        d4, d5, d6, d7 = d0, d1, d2, d3
+        if D > 4:  # what nobody needs would still take time to compile
+            d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
+            d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
         base = tl.load(bias + cols)[None, :] + u[:, None]
         acc, rate = exponents(base, d0, d1, d2, d3, d4, d5, d6, d7, FLOOR * scale, D, P, BLOCK_M, BLOCK_N)
         e = tl.exp2(acc)
@@ -176,10 +184,12 @@ def near_sums(
         weight = e
         if P == 1:
             weight = e * rate
-        s0, s1 = gathered(s0, weight, d0, 0, D, SLOPE), gathered(s1, weight, d1, 1, D, SLOPE)
-        s2, s3 = gathered(s2, weight, d2, 2, D, SLOPE), gathered(s3, weight, d3, 3, D, SLOPE)
-        s4, s5 = gathered(s4, weight, d4, 4, D, SLOPE), gathered(s5, weight, d5, 5, D, SLOPE)
-        s6, s7 = gathered(s6, weight, d6, 6, D, SLOPE), gathered(s7, weight, d7, 7, D, SLOPE)
+        if SLOPE:
+            s0, s1 = gathered(s0, weight, d0, 0, D, SLOPE), gathered(s1, weight, d1, 1, D, SLOPE)
+            s2, s3 = gathered(s2, weight, d2, 2, D, SLOPE), gathered(s3, weight, d3, 3, D, SLOPE)
+            if D > 4:
+                s4, s5 = gathered(s4, weight, d4, 4, D, SLOPE), gathered(s5, weight, d5, 5, D, SLOPE)
+                s6, s7 = gathered(s6, weight, d6, 6, D, SLOPE), gathered(s7, weight, d7, 7, D, SLOPE)
     return (
         tl.sum(total, 1), tl.sum(s0, 1), tl.sum(s1, 1), tl.sum(s2, 1), tl.sum(s3, 1), tl.sum(s4, 1), tl.sum(s5, 1),
         tl.sum(s6, 1), tl.sum(s7, 1),
@@ -221,14 +231,16 @@ def put_all(
     WIDTH: tl.constexpr = COUNT + 1
     lanes = tl.arange(0, BLOCK_M)
     put(parts, slot, total, lanes, COUNT, WIDTH, BLOCK_M, WIDTH)
-    put(parts, slot, s0, lanes, 0, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s1, lanes, 1, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s2, lanes, 2, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s3, lanes, 3, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s4, lanes, 4, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s5, lanes, 5, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s6, lanes, 6, COUNT, BLOCK_M, WIDTH)
-    put(parts, slot, s7, lanes, 7, COUNT, BLOCK_M, WIDTH)
+    if COUNT > 0:
+        put(parts, slot, s0, lanes, 0, COUNT, BLOCK_M, WIDTH)
+        put(parts, slot, s1, lanes, 1, COUNT, BLOCK_M, WIDTH)
+        put(parts, slot, s2, lanes, 2, COUNT, BLOCK_M, WIDTH)
+        put(parts, slot, s3, lanes, 3, COUNT, BLOCK_M, WIDTH)
+    if COUNT > 4:
+        put(parts, slot, s4, lanes, 4, COUNT, BLOCK_M, WIDTH)
+        put(parts, slot, s5, lanes, 5, COUNT, BLOCK_M, WIDTH)
+        put(parts, slot, s6, lanes, 6, COUNT, BLOCK_M, WIDTH)
+        put(parts, slot, s7, lanes, 7, COUNT, BLOCK_M, WIDTH)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
     tl.debug_barrier()
@@ -240,17 +252,18 @@ def add_all(parts, slot, splits, total, s0, s1, s2, s3, s4, s5, s6, s7, COUNT: t
     """What all programs of these rows have left."""
     WIDTH: tl.constexpr = COUNT + 1
     lanes = tl.arange(0, BLOCK_M)
-    return (
-        add_up(parts, slot, splits, total, lanes, COUNT, WIDTH, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s0, lanes, 0, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s1, lanes, 1, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s2, lanes, 2, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s3, lanes, 3, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s4, lanes, 4, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s5, lanes, 5, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s6, lanes, 6, COUNT, BLOCK_M, WIDTH),
-        add_up(parts, slot, splits, s7, lanes, 7, COUNT, BLOCK_M, WIDTH),
-    )
+    total = add_up(parts, slot, splits, total, lanes, COUNT, WIDTH, BLOCK_M, WIDTH)
+    if COUNT > 0:
+        s0 = add_up(parts, slot, splits, s0, lanes, 0, COUNT, BLOCK_M, WIDTH)
+        s1 = add_up(parts, slot, splits, s1, lanes, 1, COUNT, BLOCK_M, WIDTH)
+        s2 = add_up(parts, slot, splits, s2, lanes, 2, COUNT, BLOCK_M, WIDTH)
+        s3 = add_up(parts, slot, splits, s3, lanes, 3, COUNT, BLOCK_M, WIDTH)
+    if COUNT > 4:
+        s4 = add_up(parts, slot, splits, s4, lanes, 4, COUNT, BLOCK_M, WIDTH)
+        s5 = add_up(parts, slot, splits, s5, lanes, 5, COUNT, BLOCK_M, WIDTH)
+        s6 = add_up(parts, slot, splits, s6, lanes, 6, COUNT, BLOCK_M, WIDTH)
+        s7 = add_up(parts, slot, splits, s7, lanes, 7, COUNT, BLOCK_M, WIDTH)
+    return total, s0, s1, s2, s3, s4, s5, s6, s7
 
 
 @triton.jit
@@ -374,10 +387,11 @@ def job(
             put_slope(out, s1, factor, inside, 1, D)
             put_slope(out, s2, factor, inside, 2, D)
             put_slope(out, s3, factor, inside, 3, D)
-            put_slope(out, s4, factor, inside, 4, D)
-            put_slope(out, s5, factor, inside, 5, D)
-            put_slope(out, s6, factor, inside, 6, D)
-            put_slope(out, s7, factor, inside, 7, D)
+            if D > 4:
+                put_slope(out, s4, factor, inside, 4, D)
+                put_slope(out, s5, factor, inside, 5, D)
+                put_slope(out, s6, factor, inside, 6, D)
+                put_slope(out, s7, factor, inside, 7, D)
 
 
 @triton.jit

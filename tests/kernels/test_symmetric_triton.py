@@ -115,7 +115,7 @@ def test_columns_over_several_programs(d):
 def test_batches_with_temperatures_of_their_own(d, tolerance):
     x, y, a, b = problem(12, 9, d, batch=(3,))
     sizes = torch.tensor([1.0, 4.0, 0.02], dtype=x.dtype, device=DEVICE)[:, None, None]
-    diameter, reach = ("each", None) if d == 3 else ([1.0, 50.0, 2.0], 1.0)
+    diameter, reach = ("each", None) if d == 3 else ([1.0, 50.0, 2.0], 30.0)
     check((x * sizes, y * sizes, a, b), tolerance, blur=0.3, diameter=diameter, reach=reach)
 
 
