@@ -49,6 +49,10 @@ FEW_TILES, MOST_TILES = 8, 32  # along one side of a problem
 HIGHEST_POWER = 2  # of the cost that the kernel of products knows
 WIDEST = 64  # columns of a product that one program takes
 NARROW = 4  # columns of a product that are added up one by one
+PRODUCT_SHAPES = {  # whether the matrix units give the scores, and whether they take the values
+    (True, True): Shape(64, 64, 4, 2, 2), (True, False): Shape(64, 64, 4, 2, 3),
+    (False, True): Shape(64, 32, 8, 2, 1), (False, False): Shape(32, 64, 4, 1, 3),
+}  # fmt: skip
 HALF_RANGE = 16384.0  # what float16 parts are scaled to, exponentials and values
 MOST_PRODUCTS = 4  # with the plan, before torch's blocks do as well
 PER_PROBLEM = (torch.int64, torch.float32, torch.bool)  # iterations, error, converged
@@ -316,8 +320,7 @@ class Fused(Operator):
         first, second, largest = bias, bias, None
         if values is not None:
             first, second, largest = self._values(values.float(), across > NARROW and power == 0)
-        wide = prepared.kind == DOT or across > NARROW
-        shape = Shape(64, 64, 4, 2, 3 if across <= NARROW else 2) if wide else Shape(32, 64, 4, 1, 3)
+        shape = PRODUCT_SHAPES[prepared.kind == DOT, across > NARROW]
         blocks_of_rows, slices = -(-rows.length // shape.rows), -(-width // across) if width else 1
         splits, tiles = splits_for(shape, blocks_of_rows * slices * self.batch, columns.length, self.device)
         top, total = self.new(2, splits, self.batch, rows.length)
