@@ -209,6 +209,26 @@ def test_autocast_narrows_nothing(dtype):
         close(ours, right, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["points", "matrix"])
+def test_autocast_narrows_no_derivative(kind):
+    """First and second ones of the fixed point."""
+    leaf = (normal(30, 20) if kind == "points" else normal(30, 25).abs()).float().requires_grad_()
+    other = normal(25, 20, seed=1).float()
+
+    def derivatives():
+        cost = PointCloud(leaf, other) if kind == "points" else DenseCost(leaf)
+        solution = solve(cost, epsilon=10.0, tolerance=1e-5, gradient="implicit")
+        total = solution.value() + solution.plan().square().sum()
+        (first,) = torch.autograd.grad(total, leaf, create_graph=True)
+        return first, torch.autograd.grad((first * normal(*leaf.shape, seed=2)).sum(), leaf)[0]
+
+    wanted = derivatives()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = derivatives()
+    for ours, right in zip(found, wanted, strict=True):
+        close(ours, right, rtol=1e-6)
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_without_recording(mode):
     with mode():

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels.sinkhorn.blocks import exact_products
+
 from ..arrays import to_torch
 from .costs import LABELLED, PointCloud, broadcast_batch, floating
 from .metrics import pairwise
@@ -106,7 +108,8 @@ def dense(cost: PointCloud) -> Tensor:
         x, y = x * scale, y * scale
         if cost.metric == "cosine":
             x, y = (part / part.square().sum(-1, keepdim=True).sqrt() for part in (x, y))
-        out = float(cost.metric == "cosine") - x @ y.transpose(-1, -2)
+        with exact_products(x.device):
+            out = float(cost.metric == "cosine") - x @ y.transpose(-1, -2)
     else:
         if weights is not None:
             scale = (weights if cost.metric == "l1" else weights.sqrt()).unsqueeze(-2)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels.sinkhorn.blocks import exact_products
+
 from .streamed import transformed
 
 
@@ -78,7 +80,9 @@ class Plan(NamedTuple):
         matrix = self.x.to(self.s.dtype).masked_fill(forbidden, 0.0)
         scalings = (self.s[:, :, None] + self.t[:, None, :]).masked_fill(forbidden, -torch.inf)
         plan = torch.exp(scalings - matrix / self.real[:, None, None])
-        return (plan * matrix**power * (u @ v.to(u.dtype).transpose(-1, -2))).to(self.x.dtype)
+        with exact_products(self.x.device):
+            inner = u @ v.to(u.dtype).transpose(-1, -2)
+        return (plan * matrix**power * inner).to(self.x.dtype)
 
 
 def moment_gradients(
