@@ -100,7 +100,8 @@ def relaxed(old: Tensor, target: Tensor, omega: Tensor, epsilon: Tensor) -> Tens
     So relaxed, potentials never lower the dual, whatever ω ∈ [1, 2]. By a potential at distance t ε from its target the
     dual is φ(t) = t − e^t (times weight and ε, up to a constant). From t > 0, the other side at −s with s ≤ t is no
     worse: φ(−s) ≥ φ(−t) ≥ φ(t). From −t < 0, the other side at s ≤ log(1 + t) is no worse, since e^s − s ≤ t + e^−t
-    there: 1 − log(1 + t) ≤ e^−t. A penalty ρ KL of the marginal, ρ ≥ ε, adds a term that keeps both inequalities.
+    there: 1 − log(1 + t) ≤ e^−t. A penalty ρ KL of the marginal, ρ ≥ ε, adds a term that keeps both inequalities;
+    below, ω stays so close to 1 that they hold too.
     """
     step = target - old
     beyond = torch.minimum((omega - 1) * step, epsilon * (step.clamp(min=0) / epsilon).log1p())

@@ -9,6 +9,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from flashot_backends.kernels.sinkhorn.operator import relaxed  # noqa: E402
 from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve  # noqa: E402
 
 from .sinkhorn_cases import INF, close, damp, distances, make, normal, plan, replay, rows_of, weights  # noqa: E402
@@ -19,6 +20,7 @@ REACHES = [(0.4, 0.4), (3.0, 0.7), (50.0, 50.0), (2.0, INF), (INF, 0.5)]
 reaches = pytest.mark.parametrize("rho", REACHES, ids=str)
 EPSILON = 0.3
 few = hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+many = hypothesis.settings(max_examples=500, deadline=None, derandomize=True)
 
 
 def divergence(p, q):
@@ -280,6 +282,24 @@ def solved(x, y, a, b, epsilon, rho, **options):
     solution = solve(PointCloud(x, y), a, b, epsilon=epsilon, reach=rho, **options)
     hypothesis.assume(solution.converged)
     return solution
+
+
+@many
+@given(st.floats(-3, 3), st.floats(-60, 60), st.floats(0, 1))
+def test_no_relaxed_half_step_lowers_the_dual(scale, distance, part):
+    """From a potential that is ``distance`` ε off, whatever the reach, by the largest factor that it can meet."""
+    rho, epsilon, target = 10.0**scale, 1.0, torch.zeros(1, 1, dtype=torch.float64)
+    gap = (1 - rho / (rho + epsilon)) ** 0.5
+    q = (1 - gap) / (1 + gap)
+    omega = torch.full((1, 1), 1 + part * 2 * q / (1 + q**2), dtype=torch.float64)
+    old = torch.full((1, 1), distance, dtype=torch.float64)
+    new = relaxed(old, target, omega, torch.ones(1, 1, dtype=torch.float64))
+
+    def loss(t):
+        """ρ e^(−t/ρ) + ε e^(t/ε), least at the target."""
+        return rho * torch.special.expm1(-t / rho) + epsilon * torch.special.expm1(t / epsilon)
+
+    assert loss(new) <= loss(old) * (1 + 1e-12) + 1e-12
 
 
 @few
