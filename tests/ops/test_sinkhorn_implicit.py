@@ -140,6 +140,20 @@ def test_unbalanced(kind, reach, gradient):
             close(ours[massive], right[massive], rtol=1e-7)
 
 
+def test_a_batch_of_balanced_and_unbalanced():
+    """Every problem has its own penalties, and its own null vector or none."""
+    x, y, epsilon = normal(3, 7, 3).requires_grad_(), normal(9, 3, seed=1), torch.tensor([0.8, 1.0, 2.0]).double()
+    reach = torch.tensor([INF, 1.5, 0.5], dtype=torch.float64), torch.tensor([INF, INF, 2.0], dtype=torch.float64)
+    bys = []
+    for gradient in ("implicit", "unrolled"):
+        solution = solve(
+            PointCloud(x, y), epsilon=epsilon, reach=reach, gradient=gradient, **CONVERGED | {"tolerance": 1e-14}
+        )
+        total = solution.value() + solution.linear_cost() + (solution.f.sum(-1) * 9 + solution.g.sum(-1) * 7)
+        bys.append(torch.autograd.grad(total.sum(), x)[0])
+    close(*bys, rtol=1e-8)
+
+
 def test_the_envelope_of_the_entropy_needs_binding_marginals():
     M = normal(7, 9).abs().requires_grad_()
     value = solve(DenseCost(M), epsilon=1.0, reach=1.0, gradient="envelope").value("entropy")
