@@ -14,6 +14,7 @@ from ..arrays import to_torch
 from .constants import constant
 from .costs import DenseCost, PointCloud, broadcast_batch, floating
 from .metrics import kernel_form
+from .values import judge
 
 # Relative difference of two masses that rounding can explain.
 MASS_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -42,7 +43,7 @@ class Problem(NamedTuple):
 
     def shaped(self, flat: Tensor) -> Tensor:
         """Give a result its batch axes back."""
-        return flat.reshape(self.batch + tuple(flat.shape[1:]))
+        return flat.reshape(self.batch + tuple(flat.shape[1:])) if self.batch else flat.squeeze(0)
 
     def flat(self, shaped: Tensor, tail: tuple[int, ...], name: str) -> Tensor:
         """Broadcast an argument (..., *tail) to the batch and flatten it to (B, *tail)."""
@@ -150,6 +151,8 @@ def log_weights(given: Tensor) -> Tensor:
 
 def flatten(tensor: Tensor, batch: tuple[int, ...], tail: tuple[int, ...]) -> Tensor:
     """Expand to (*batch, *tail) and merge the batch axes; a view wherever one exists."""
+    if tensor.shape == batch + tail and len(batch) <= 1:  # the usual cases, in one view or none
+        return tensor if batch else tensor.unsqueeze(0)
     return tensor.expand(batch + tail).reshape((math.prod(batch), *tail))
 
 
@@ -198,29 +201,6 @@ def measure(
         found["reach"] = torch.where(reach > 0, reach, math.nan).min()
     found["mass"] = difference.max()
     return found
-
-
-def judge(name: str, value: float, mass_tolerance: float) -> None:
-    """Raise what is wrong with one number of ``measure``."""
-    if name == "epsilon" and not (0 < value < math.inf):
-        raise ValueError(f"epsilon holds {value}; accepted are positive finite numbers")
-    if name == "reach" and math.isnan(value):
-        raise ValueError("reach holds a number that is not positive; accepted are positive ones, infinity among them")
-    if name == "M" and (math.isnan(value) or value == -math.inf):
-        raise ValueError(f"M holds {value}; accepted are finite costs, and +inf for a forbidden pair")
-    if name in ("x", "y") and not math.isfinite(value):
-        raise ValueError(
-            f"{name} holds NaN or infinite coordinates; accepted are finite ones, and for the metric 'cosine' no point "
-            "at the origin"
-        )
-    if name in ("a", "b") and not (0 <= value < math.inf):
-        raise ValueError(f"{name} holds {value}; accepted are finite weights that are not negative")
-    if name.startswith("mass of") and not (0 < value < math.inf):
-        raise ValueError(f"the {name} is {value}; accepted is a positive finite sum of weights")
-    if name == "mass" and not value <= mass_tolerance:
-        raise ValueError(
-            f"the masses of a and b differ by {value:.3g} of the mass; accepted are equal masses, and any with a reach"
-        )
 
 
 class SoftminProblem(NamedTuple):
