@@ -119,6 +119,8 @@ def test_numpy_and_errors():
     values, indices = c_transform(PointCloud(x.numpy(), y.numpy()), normal(9, seed=2).numpy())
     close(torch.from_numpy(values), c_transform(PointCloud(x, y), normal(9, seed=2)).values)
     assert indices.dtype.kind == "i"
+    for cost in (PointCloud(x.numpy(), y.numpy()), DenseCost(normal(7, 9).numpy())):
+        assert type(c_transform(cost.T, normal(7, seed=2).numpy()).values).__module__ == "numpy"
     with pytest.raises(ValueError, match="g has shape"):
         c_transform(PointCloud(x, y), normal(7))
 

@@ -105,7 +105,9 @@ class PointCloud:
         """The same cost with rows and columns exchanged."""
         labels = None if self.labels is None else self.labels[::-1]
         table = None if self.table is None else self.table.swapaxes(-1, -2)
-        return PointCloud(self.y, self.x, self.metric, self.feature_weights, labels, table, self.label_weight)
+        turned = PointCloud(self.y, self.x, self.metric, self.feature_weights, labels, table, self.label_weight)
+        object.__setattr__(turned, "restore", self.restore)
+        return turned
 
     @classmethod
     def ragged(
@@ -182,7 +184,9 @@ class DenseCost:
     @property
     def T(self) -> DenseCost:  # noqa: N802
         """The same cost with rows and columns exchanged."""
-        return DenseCost(self.M.swapaxes(-1, -2))
+        turned = DenseCost(self.M.swapaxes(-1, -2))
+        object.__setattr__(turned, "restore", self.restore)
+        return turned
 
     @classmethod
     def ragged(cls, M: Any) -> list[DenseCost]:
