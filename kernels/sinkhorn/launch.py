@@ -129,7 +129,9 @@ class Launch:
     ):
         self.kernel, self.programs, self.args, self.constants, self.options = kernel, programs, args, constants, options
         self.key = (id(kernel), -1 if INTERPRETED else torch._C._cuda_getDevice(), constants, options, variant)
-        self.at, self.start, self.ready = at, None, None
+        self.at = at
+        self.start: Any = None
+        self.ready: list[Any] = []
 
     def __call__(self, number: int | None = None) -> None:
         """Start it."""
@@ -139,8 +141,8 @@ class Launch:
             self._start_first(number)
             return
         if number is not None:
-            self.ready[self.at] = number  # type: ignore[index]
-        self.start(*self.ready)  # type: ignore[misc]
+            self.ready[self.at] = number
+        self.start(*self.ready)
 
     def _look_up(self) -> bool:
         """Find what was compiled before, and lay its arguments out: pointers as numbers, which nothing looks into."""
@@ -171,7 +173,8 @@ class _Started:
     __slots__ = ("head", "start")
 
     def __init__(self, compiled: Any):
-        run, kinds = compiled.run, ()
+        run = compiled.run
+        kinds: tuple[Any, ...] = ()
         self.start = run
         if _version() == (3, 6):  # its Python half only looks for scratch space, and ``_thin`` knows there is none
             self.start, kinds = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)

@@ -509,11 +509,12 @@ class Strips:
 
         op, prepared, most = self.op, self.prepared, loop.control.max_iterations
         rows, columns = prepared.rows, prepared.columns
-        tensors = (
+        tensors: tuple[Tensor, ...] = (
             rows.first, columns.first, loop.column_bias, loop.u, loop.log_a, loop.u, loop.row_bias, self.parts,
             loop.done, prepared.slopes, loop.gaps, loop.cycles,
         )  # fmt: skip
-        sizes = (self.programs, rows.length, self.length, rows.blocks, columns.blocks, self.batch_stride, self.stride)
+        strides = (self.batch_stride, self.stride)
+        sizes: tuple[int, ...] = (self.programs, rows.length, self.length, rows.blocks, columns.blocks, *strides)
         limit = () if INTERPRETED else (("maxnreg", REGISTERS),)
         options = (("num_warps", self.warps), ("num_stages", 1), *limit)
         constants = (*op.constants[:2], self.align)
@@ -529,7 +530,7 @@ class Strips:
         )  # fmt: skip
         sizes = (
             blocks_of_columns, columns.length, rows.length, self.programs, columns.blocks, rows.blocks,
-            loop.control.check_every, self.batch_stride, self.stride,
+            loop.control.check_every, *strides,
         )  # fmt: skip
         then = Launch(
             gather, blocks_of_columns * op.batch, (*tensors, 0, most, *sizes), (*constants, 32, 64), PRODUCT_OPTIONS,
