@@ -60,9 +60,19 @@ def _routed(original: Callable[..., Any], host: Any) -> Callable[..., Any]:
                 self.backend = NAME
             else:
                 _say_once(f"GeomLoss: backend='auto' stays with GeomLoss: {reason}")
+        if self.backend == NAME and len(args) == 2:
+            args = _weighted(*args)
         return original(self, *args)
 
     return forward
+
+
+def _weighted(x: Any, y: Any) -> tuple[Any, ...]:
+    """The weights that GeomLoss would make up, made where the points are: its own way waits for the card."""
+    if not all(getattr(points, "dim", int)() in (2, 3) and points.shape[-2] for points in (x, y)):
+        return x, y
+    a, b = (points.new_ones(points.shape[:-1]) / points.shape[-2] for points in (x, y))
+    return a, x, b, y
 
 
 def _stays(loss: Any, args: tuple[Any, ...]) -> str | None:

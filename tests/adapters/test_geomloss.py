@@ -146,6 +146,20 @@ def test_every_form_of_arguments(loss_class):
         torch.testing.assert_close(flash(*args), expected[None], rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("B", [0, 2])
+def test_weights_left_out_are_those_that_geomloss_makes_up(loss_class, B, dtype):
+    _, x, _, y = problem(B, dtype)
+    loss = loss_class(backend="flash")
+    a, x_, b, y_ = geomloss_adapter._weighted(x, y)
+    assert x_ is x
+    assert y_ is y
+    for ours, points in ((a, x), (b, y)):
+        theirs = loss.generate_weights(points)
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
 def test_strided_points_and_mixed_dtypes(loss_class):
     a, x, b, y = problem(0)
     x = x.T.contiguous().T
