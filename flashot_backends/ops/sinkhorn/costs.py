@@ -22,8 +22,7 @@ class PointCloud:
     ----------
     x, y : arrays of shape (..., n, d) and (..., m, d)
         Points, float16, bfloat16, float32 or float64, both of one dtype on one device. Leading axes are the batch and
-        broadcast against each other. Lists of such arrays (n, d) and (m, d), or jagged nested tensors, are one problem
-        an entry.
+        broadcast against each other. For clouds of different sizes see ``PointCloud.ragged``.
     metric : "sqeuclidean", "euclidean", "l1" (or "cityblock"), "cosine", "inner"
         C_ij = |x_i − y_j|², |x_i − y_j| (without gradient where points meet), Σ_k |x_ik − y_jk|, 1 − cos(x_i, y_j) (no
         point may be at the origin), or −⟨x_i, y_j⟩: the negative inner product, so that near directions are cheap.
