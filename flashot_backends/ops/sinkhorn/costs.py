@@ -31,7 +31,7 @@ class PointCloud:
     labels : pair of integer arrays (..., n) and (..., m), optional
         Classes of the points. With ``table`` (..., K, L), costs between the classes, ``label_weight`` · table[l_i, k_j]
         is added to the cost, as in Alvarez-Melis and Fusi, "Geometric dataset distances via optimal transport",
-        NeurIPS 2020, eq. 7. For "sqeuclidean", "cosine" and "inner"; differentiable by the table too.
+        NeurIPS 2020. For "sqeuclidean", "cosine" and "inner"; differentiable by the table too.
 
     Raises
     ------

@@ -9,7 +9,7 @@ transport is ρ = ∞. Its Jacobian by (f, g), times ε, is the symmetric matrix
 so that a gradient (u_f, u_g) by the potentials is carried on by (λ, μ) = H⁻¹ (u_f, u_g): with W_ij = P_ij (λ_i + μ_j)
 it is W by the costs, ε (λ P1 − W1)/a by a, the same by b, and Σ W (f + g − C)/ε by ε. Without penalties H has one null
 vector, (1, −1): potentials are determined up to a constant that passes between them. Cuturi, Meng-Papaxanthos, Tian,
-Bunne, Davis and Teboul, "Optimal transport tools", 2022, section 4.2, solve the same system.
+Bunne, Davis and Teboul, "Optimal transport tools", 2022, solve such systems too.
 """
 
 from __future__ import annotations
