@@ -99,6 +99,7 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
 
 _started: dict[Any, Any] = {}
 _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches", default=None)
+_noted: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_noted", default=None)
 
 
 def launch(
@@ -115,7 +116,11 @@ def launch(
     declared types; ``variant`` tells whatever else the compiled code depends on: dtypes, and pointers that may not be
     aligned.
     """
-    Launch(kernel, programs, args, constants, options, variant)()
+    one = Launch(kernel, programs, args, constants, options, variant)
+    one()
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(one)
 
 
 class Launch:
@@ -165,6 +170,50 @@ class Launch:
         compiled = self.kernel[(self.programs,)](*args, *self.constants, **dict(self.options))
         if not INTERPRETED and _thin(compiled):
             _started[self.key] = _Started(compiled)
+
+
+class Replay:
+    """Launches that ran once, to run again in the same buffers with other tensors for some of the arguments.
+
+    ``variable`` names those; everything else that the launches point to is kept, and what of it must be zero first.
+    """
+
+    def __init__(self, launches: list[Launch], variable: dict[str, Any], zeroed: tuple[Any, ...]):
+        names = {id(tensor): name for name, tensor in variable.items()}
+        self.zeroed, self.kept, self.steps = zeroed, [], []
+        for one in launches:
+            first = len(one.ready) - len(one.args) - len(one.constants)
+            places = [(first + k, names[id(arg)]) for k, arg in enumerate(one.args) if id(arg) in names]
+            self.kept += [arg for arg in one.args if hasattr(arg, "data_ptr") and id(arg) not in names]
+            self.steps.append((one.start, one.ready, places))
+            one.args = ()
+
+    def __call__(self, variable: dict[str, Any]) -> None:
+        """Run them again with these tensors, laid out as the first ones were, on the same stream."""
+        for tensor in self.zeroed:
+            tensor.zero_()
+        pointers = {name: tensor.data_ptr() for name, tensor in variable.items()}
+        for start, ready, places in self.steps:
+            for place, name in places:
+                ready[place] = pointers[name]
+            start(*ready)
+
+
+def noted(work: Callable[[], Any]) -> tuple[Any, list[Launch] | None]:
+    """What ``work`` returns, and the launches that it made; None where they cannot be made again as they are."""
+    launches: list[Launch] = []
+    token = _noted.set(launches)
+    try:
+        result = work()
+    finally:
+        _noted.reset(token)
+    repeatable = all(one.programs and (one.start is not None or one._look_up()) for one in launches)
+    return result, launches if repeatable else None
+
+
+def compiling() -> bool:
+    """Whether launches are recorded at present, not made."""
+    return _recorded.get() is not None
 
 
 class _Started:

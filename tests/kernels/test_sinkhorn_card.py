@@ -348,3 +348,37 @@ def test_the_other_card_is_current(kind, size):
             assert solution.f.device == torch.device(device) == solution.apply(solution.g).device
             check_gradients("triton", [part[:200, :200] for part in moved], epsilon, grade=3e-4)
             assert torch.cuda.current_device() == current
+
+
+@pytest.mark.parametrize("kind", [2, 64])
+def test_the_same_layout_again(kind):
+    """Small solves repeat the launches of an earlier one: nothing of it may be left, in values or in memory."""
+    size, batch = (70, 90), (2,)
+    for seed in range(5):
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        draw = lambda *shape: torch.rand(*shape, device=CUDA, generator=generator)  # noqa: B023, E731
+        x, y = draw(*batch, size[0], kind), draw(*batch, size[1], kind)
+        a, b = (draw(*batch, count) + 0.1 for count in size)
+        epsilon = 0.1 * kind * (0.5 + draw(*batch).double())
+        check("triton", (x, y), epsilon, a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True))
+    with pytest.raises(ValueError, match="x holds"):
+        solve(PointCloud(x * float("nan"), y), a, a[:, :1] * b / b, epsilon=epsilon, max_iterations=4, tolerance=0)
+    check("triton", (x, y), epsilon)
+
+
+def test_the_same_layout_again_keeps_its_results():
+    """A result is nobody's buffer."""
+    clouds = [torch.rand(2, 100, 3, device=CUDA) for _ in range(3)]
+    first = [solve(PointCloud(c[0], c[1]), epsilon=0.1, max_iterations=30, tolerance=0) for c in clouds]
+    kept = [(s.f.clone(), s.g.clone(), s.error.clone()) for s in first]
+    again = [solve(PointCloud(c[0], c[1]), epsilon=0.1, max_iterations=30, tolerance=0) for c in clouds]
+    for s, t, (f, g, error) in zip(first, again, kept, strict=True):
+        assert torch.equal(s.f, f) and torch.equal(s.g, g) and torch.equal(s.error, error)
+        assert torch.equal(t.f, f) and torch.equal(t.g, g)
+
+
+def test_the_same_layout_again_with_one_cloud_twice():
+    """One tensor in two places, then two tensors of the same layout, and the other way round."""
+    x, y = torch.rand(2, 100, 3, device=CUDA)
+    for first, second in ((x, x), (x, y), (y, y), (y, x)):
+        check("triton", (first, second), 0.1)
