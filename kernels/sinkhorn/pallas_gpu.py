@@ -130,18 +130,38 @@ def _shape(few: bool, coordinates: int, values: int) -> tuple[int, int, int, int
 
 
 def _costs(tiles: _Tiles, rows: dict, columns: dict, tile):
-    """Scaled costs of the resident rows with one tile of columns, (height, width). The one place for them."""
-    at = pl.ds(tile * tiles.width, tiles.width)
+    """Scaled costs of the resident rows with one tile of columns, (height, width)."""
     if tiles.few:
-        total = jnp.zeros((tiles.height, tiles.width), jnp.float32)
-        for k, x in enumerate(rows["points"]):
-            total = total + (x[:, None] - columns["points"][k, at][None, :]) ** 2
-        return total
-    (x_hi, x_lo), y_hi, y_lo = rows["points"], columns["hi"][at, :], columns["lo"][at, :]
-    small = _product(x_hi, y_lo) + _product(x_lo, y_hi)
-    dots = _product(x_hi, y_hi) + small * (1 / SPLIT)
-    squares = rows["squares"][:, None] + columns["squares"][at][None, :]
-    return jnp.maximum(squares - rows["scale"] * dots, 0.0)
+        return _differences(tiles, rows, columns, tile)
+    squares = rows["squares"][:, None] + _columns_of(tiles, "squares", columns, tile)[None, :]
+    return jnp.maximum(squares - rows["scale"] * _dots(tiles, rows, columns, tile), 0.0)
+
+
+def _exponents(tiles: _Tiles, rows: dict, columns: dict, tile):
+    """t_j − C_ij, with what belongs to the row alone left to `_shift`: fewer operations a pair."""
+    t = _columns_of(tiles, "t", columns, tile)
+    if tiles.few:
+        return t[None, :] - _differences(tiles, rows, columns, tile)
+    rest = t - _columns_of(tiles, "squares", columns, tile)
+    return rest[None, :] + rows["scale"] * _dots(tiles, rows, columns, tile)
+
+
+def _shift(tiles: _Tiles, rows: dict):
+    """What `_exponents` are above t_j − C_ij."""
+    return jnp.zeros((tiles.height,), jnp.float32) if tiles.few else rows["squares"]
+
+
+def _differences(tiles: _Tiles, rows: dict, columns: dict, tile):
+    total = jnp.zeros((tiles.height, tiles.width), jnp.float32)
+    for k, x in enumerate(rows["points"]):
+        total = total + (x[:, None] - columns["points"][k, _at(tiles, tile)][None, :]) ** 2
+    return total
+
+
+def _dots(tiles: _Tiles, rows: dict, columns: dict, tile):
+    x_hi, x_lo = rows["points"]
+    y_hi, y_lo = columns["hi"][_at(tiles, tile), :], columns["lo"][_at(tiles, tile), :]
+    return _product(x_hi, y_hi) + (_product(x_hi, y_lo) + _product(x_lo, y_hi)) * (1 / SPLIT)
 
 
 def _product(left, right):
@@ -157,27 +177,32 @@ def _exact(left, right, right_axis):
     )
 
 
+def _at(tiles: _Tiles, tile):
+    return pl.ds(tile * tiles.width, tiles.width)
+
+
 def _columns_of(tiles: _Tiles, name: str, columns: dict, tile):
-    return columns[name][pl.ds(tile * tiles.width, tiles.width)]
+    return columns[name][_at(tiles, tile)]
 
 
 def _lse_kernel(tiles: _Tiles, rows: dict, columns: dict, first, out):
-    def exponents(tile):
-        return _columns_of(tiles, "t", columns, tile)[None, :] - _costs(tiles, rows, columns, tile)
+    shift = _shift(tiles, rows)
+    level = rows["near"] + shift
 
     def near(tile, total):
-        return total + jnp.sum(jnp.exp2(exponents(tile) - rows["near"][:, None]), axis=1)
+        return total + jnp.sum(jnp.exp2(_exponents(tiles, rows, columns, tile) - level[:, None]), axis=1)
 
     def anywhere(tile, carry):
         top, total = carry
-        found = exponents(tile)
+        found = _exponents(tiles, rows, columns, tile)
         new = jnp.maximum(top, jnp.max(found, axis=1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         return new, total * jnp.exp2(top - safe) + jnp.sum(jnp.exp2(found - safe[:, None]), axis=1)
 
     def again():
         start = jnp.full((tiles.height,), -jnp.inf, jnp.float32), jnp.zeros((tiles.height,), jnp.float32)
-        return _log(*lax.fori_loop(first, first + tiles.steps, anywhere, start))
+        top, total = lax.fori_loop(first, first + tiles.steps, anywhere, start)
+        return _log(top - shift, total)
 
     total = lax.fori_loop(first, first + tiles.steps, near, jnp.zeros((tiles.height,), jnp.float32))
     doubtful = (rows["index"] < tiles.n) & ~((total > LEAST) & (total < MOST))
@@ -196,10 +221,9 @@ def _reduce_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, 
         plan = jnp.exp2(exponents)
         for _ in range(power):
             plan = plan * costs
-        at = pl.ds(tile * tiles.width, tiles.width)
         if "factors" in rows:
-            plan = plan * _exact(rows["factors"], columns["factors"][at, :], 1)
-        return total + _exact(plan, columns["values"][at, :], 0)
+            plan = plan * _exact(rows["factors"], columns["factors"][_at(tiles, tile), :], 1)
+        return total + _exact(plan, columns["values"][_at(tiles, tile), :], 0)
 
     out[...] = lax.fori_loop(first, first + tiles.steps, body, jnp.zeros(out.shape, jnp.float32))
 
