@@ -1,7 +1,9 @@
 """OTT-JAX on our kernels: the host's solvers, problems and gradients, against its own dense mode in float64."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +149,21 @@ def test_either_import_comes_first(first):
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "flashot_backends.adapters.ott", done.stderr
+
+
+def test_an_unchanged_script():
+    """Its online mode is ours under ``substitute``; the dense one is the host's."""
+    root = Path(__file__).parents[2]
+    script = str(root / "tests" / "hosts" / "ott_online.py")
+
+    def run(*arguments, **environment):
+        env = {**os.environ, "PYTHONPATH": str(root), **environment}
+        command = [sys.executable, "-W", "ignore", *arguments]
+        done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("-m", "flashot_backends", script, "16", FLASHOT_SUBSTITUTE="ott") == run(script)
 
 
 def test_memory_is_linear():
