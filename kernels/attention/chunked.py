@@ -14,6 +14,7 @@ from flashot_backends.kernels.attention.pairs import Pairs, potential, spread
 
 whole = False
 one_pass = True
+unroll = 1
 
 #: Scores held at once, over all problems; a strip gets as many rows as fit.
 STRIP_SCORES = {"cpu": 1 << 20, "other": 1 << 25}

@@ -29,10 +29,13 @@ __all__ = ["applies", "apply", "half_step", "lse", "matvec", "prepare", "pull", 
 
 whole = False
 one_pass = False
+unroll = 32  # a loop on the device costs as much as half a step
 LOG2E = math.log2(math.e)
 LARGEST_FEATURES = 256
-# A row sum outside of these was taken around a bad guess and is taken again around its own maximum.
-TINY, HUGE = 2.0**-90, 2.0**90
+# The sums of a strip are taken around one number for all its rows, the middle of their guesses: an addition less for
+# each pair. Where guesses lie further apart than SPREAD, or a sum comes out beyond TINY or HUGE, each row's sum is
+# taken around its own maximum.
+TINY, HUGE, SPREAD = 2.0**-90, 2.0**90, 120.0
 
 #: Tests run the kernels on a CPU through the interpreter.
 interpret = False
@@ -215,8 +218,8 @@ def _score_tile(shape: _Shape, rows, columns, scalars, tile):
     Padding needs no mask of its own: inactive columns have w = −inf, inactive rows `around` = −inf.
     """
     y = _parts_at(shape, columns["features"], tile)
-    scores = _multiply(rows["features"], y, 1) * scalars["scale"]
-    scores = scores + (_column_potential(shape, columns, tile)[None, :] + rows["around"][:, None])
+    shift = _column_potential(shape, columns, tile)[None, :] + rows["around"]
+    scores = _fused(_multiply(rows["features"], y, 1), scalars["scale"], shift)
     if "bias" in columns:
         scores = scores + columns["bias"][:, _tile(shape, tile)]
     if "mask" in columns:
@@ -279,13 +282,22 @@ def _multiply_tile(tile, right):
 
 def _exp2(x):
     """One instruction; the library's exp2 spends three more on results below 2^−126, which are 0 here."""
-    if interpret:
-        return jnp.exp2(x)
+    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def _fused(x, factor, shift):
+    """x · factor + shift in one instruction; XLA's Triton leaves products and sums apart."""
+    factor, shift = jnp.full(x.shape, factor), jnp.broadcast_to(shift, x.shape)
+    return x * factor + shift if interpret else _instruction("fma.rn.f32 $0, $1, $2, $3;", x, factor, shift)
+
+
+def _instruction(assembly: str, *operands):
     from jax.experimental.pallas import triton
 
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
+    constraints = ",".join(["=f"] + ["f"] * len(operands))
     return triton.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
+        assembly, args=list(operands), constraints=constraints, pack=1, result_shape_dtypes=[shape]
     )[0]
 
 
@@ -301,15 +313,20 @@ def _stream(shape: _Shape, rows, body, start):
 
 def _half_step_kernel(shape: _Shape, rows, columns, scalars, out):
     around = _around(shape, rows, rows["guess"])
+    active = around > -jnp.inf
+    highest, lowest = jnp.max(around), jnp.min(jnp.where(active, around, jnp.inf))
+    middle = jnp.where(highest >= lowest, 0.5 * (highest + lowest), 0.0)
 
     def body(tile, total):
-        scores, _ = _score_tile(shape, {**rows, "around": around}, columns, scalars, tile)
+        scores, _ = _score_tile(shape, {**rows, "around": middle}, columns, scalars, tile)
         return total + jnp.sum(_exp2(scores), axis=1)
 
-    total = _stream(shape, rows, body, jnp.zeros((shape.height,), jnp.float32))
-    sound = (total > TINY) & (total < HUGE) | (around == -jnp.inf)
-    again = jnp.min(sound.astype(jnp.int32)) == 0
-    top, total = lax.cond(again, lambda: _around_maximum(shape, rows, columns, scalars), lambda: (0 - around, total))
+    start = jnp.zeros((shape.height,), jnp.float32)
+    total = lax.cond(highest - lowest < SPREAD, lambda: _stream(shape, rows, body, start), lambda: start)
+    total = jnp.where(active, total, 0.0)
+    again = jnp.min(((total > TINY) & (total < HUGE) | ~active).astype(jnp.int32)) == 0
+    top = jnp.full((shape.height,), 0.0, jnp.float32) - middle
+    top, total = lax.cond(again, lambda: _around_maximum(shape, rows, columns, scalars), lambda: (top, total))
     out[...] = _potential(rows, top, total)
 
 
@@ -322,7 +339,7 @@ def _around(shape: _Shape, rows, potential):
 
 def _around_maximum(shape: _Shape, rows, columns, scalars):
     """(top, total) with Σ_j 2^score = total · 2^top."""
-    rows = {**rows, "around": _around(shape, rows, jnp.zeros((shape.height,), jnp.float32))}
+    rows = {**rows, "around": _around(shape, rows, jnp.zeros((shape.height,), jnp.float32))[:, None]}
 
     def body(tile, carry):
         top, total = carry
@@ -352,7 +369,7 @@ def _accumulate(part):
 
     @functools.wraps(part)
     def kernel(shape: _Shape, rows, columns, scalars, out):
-        rows = {**rows, "around": _around(shape, rows, rows["u"])}
+        rows = {**rows, "around": _around(shape, rows, rows["u"])[:, None]}
 
         def body(tile, total):
             scores, y = _score_tile(shape, rows, columns, scalars, tile)

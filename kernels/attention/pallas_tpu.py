@@ -23,6 +23,7 @@ __all__ = ["applies", "apply", "full_step", "half_step", "lse", "matvec", "prepa
 
 whole = False
 one_pass = True
+unroll = 1
 LARGEST_FEATURES = 512
 
 #: Bytes of scores that one strip may keep, and what a kernel may use in all.

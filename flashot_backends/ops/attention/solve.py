@@ -80,7 +80,7 @@ def _base(views, schedule: Schedule, targets) -> tuple[jax.Array, jax.Array]:
     def step(_, potentials):
         return views[side].full_step(targets[side], targets[other], potentials[1], potentials[0])
 
-    near, w = lax.fori_loop(0, schedule.base // 2, step, (near, w))
+    near, w = lax.fori_loop(0, schedule.base // 2, step, (near, w), unroll=views[side].kernel.unroll)
     shift = w.mean(1, keepdims=True)
     return near + shift, w - shift
 

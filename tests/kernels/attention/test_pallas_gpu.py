@@ -8,6 +8,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from flashot_backends.kernels.attention import chunked, pallas_gpu  # noqa: E402
 from flashot_backends.kernels.attention.pairs import Pairs  # noqa: E402
+from flashot_backends.kernels.attention.tuning import gpu_blocks  # noqa: E402
 from flashot_backends.ops.attention import api, sinkhorn_attention  # noqa: E402
 from tests.ops.attention import cases  # noqa: E402
 
@@ -141,3 +142,15 @@ def test_reasons():
         changed = {**request.__dict__, "dtype": "float32", field: value}
         assert word in pallas_gpu.applies(api.AttentionRequest(**changed))
     assert pallas_gpu.applies(api.AttentionRequest(**{**request.__dict__, "dtype": "bfloat16"})) is None
+
+
+@pytest.mark.parametrize(("problems", "rows"), [(1, 16), (1, 4096), (8, 4096), (64, 128)])
+@pytest.mark.parametrize("features", [16, 64, 128, 256])
+def test_launch_shapes_fit(features, rows, problems):
+    """Powers of two that divide the padded length, and matrix products of at least 16 a side."""
+    for kernel in ("_half_step_kernel", "_matvec_kernel", "_apply_kernel", "_pull_kernel"):
+        for parts in (1, 2):
+            height, width, warps, _ = gpu_blocks(kernel, parts, features, problems, rows, rows)
+            assert rows % height == 0 == rows % width
+            assert min(height, width) >= 16
+            assert warps in (4, 8)
