@@ -167,6 +167,7 @@ class Fused(Operator):
         super().__init__(cost, epsilon)
         self.precision = precision
         self._prepared = prepared
+        self._turned: Fused | None = None
         self._streamed: blocks.Blocks | None = None
         self._halved: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None  # values last seen, and their parts
 
@@ -178,11 +179,18 @@ class Fused(Operator):
                 self._prepared = prepare(self.cost, self.exact_epsilon)
         return self._prepared
 
+    @functools.cached_property
+    def unit(self) -> Tensor:
+        """ε log 2, (B, 1): what a potential in base 2 is multiplied by."""
+        return (self.exact_epsilon * math.log(2)).float()[:, None]
+
     @property
     def T(self) -> Fused:  # noqa: N802
         """The operator that works along columns, sharing what was prepared."""
-        turned = self.prepared._replace(rows=self.prepared.columns, columns=self.prepared.rows)
-        return Fused(self.cost.T, self.exact_epsilon, self.precision, turned)
+        if self._turned is None:
+            sides = self.prepared._replace(rows=self.prepared.columns, columns=self.prepared.rows)
+            self._turned = Fused(self.cost.T, self.exact_epsilon, self.precision, sides)
+        return self._turned
 
     def select(self, index: Tensor) -> Fused:
         """The operator of some problems of the batch."""
@@ -196,16 +204,14 @@ class Fused(Operator):
         """−ε log Σ_j exp(h_j − C_ij/ε), one pass."""
         with on(self.device):
             update = Update(self)
-            rows, columns = self.prepared.rows, self.prepared.columns
-            bias = self.new(self.batch, columns.blocks * PAD).fill_(-math.inf)
-            norm = columns.half_norm[:, : columns.length] if self.prepared.kind == DOT else 0.0
-            torch.sub(h * LOG2E, norm, out=bias[:, : columns.length])
-            u, rest = self.new(2, self.batch, rows.blocks * PAD)
+            rows = self.prepared.rows
+            bias, _ = self._laid(h, None)
+            u, rest = self.new(2, self.batch, rows.blocks * PAD).unbind()
             none = self.zeros(self.batch)
-            update.bind(bias, u, u.zero_(), u, rest, rest, none, rest, none)()
+            update.bind(bias, u, rest, u, rest, rest, none, rest, none)()
             inner = u[:, : rows.length]
             inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
-            return inner * (self.exact_epsilon * math.log(2)).float()[:, None]
+            return inner * self.unit
 
     def iterate(
         self,

@@ -7,7 +7,6 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .constants import constant

@@ -76,9 +76,10 @@ def _main_loop(
     replay = _Replay(control, run, ends, duals.penalty is not None)
     g, omega = torch.zeros_like(duals.log_b), None
     massless = duals.log_b == -torch.inf
+    some_massless = bool(massless.any())
     softmin = duals.columns_of(f)
     for k in range(1, max(ends.tolist(), default=0) + 1):
-        if bool(massless.any()):  # sweeps pass over them; what they are plays a part at the end only
+        if some_massless:  # sweeps pass over them; what they are plays a part at the end only
             softmin = torch.where(massless, duals.columns_of(f), softmin)
             omega = omega if omega is None else torch.where(massless, 1.0, omega)
         update: Update = Column(duals, g, f, softmin, omega)
