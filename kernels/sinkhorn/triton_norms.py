@@ -14,11 +14,50 @@ from .launch import Shape, launch, processors
 from .operator import FLOORS
 from .triton import LOG2E, PAD, on
 from .triton_kernels import coordinate, kernel, place
-from .triton_symmetric_kernels import gap, gathered, less_square, room
 
 GAUSSIAN, LAPLACIAN, ENERGY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"gaussian": 0, "laplacian": 1, "energy": 2}
 WAVES = 4  # how often the programs of one launch fill the card
+
+
+@triton.jit
+def gap(x, k1, cols, padded, scale, k: tl.constexpr, D: tl.constexpr):
+    """Differences of coordinate k, zero beyond the last."""
+    if k < D:
+        out = x[:, None] - (tl.load(k1 + k * padded + cols) * scale)[None, :]
+    else:
+        out = x[:, None]
+    return out
+
+
+@triton.jit
+def less_square(acc, diff, k: tl.constexpr, D: tl.constexpr):
+    """acc − diff², where there is such a coordinate."""
+    if k < D:
+        out = acc - diff * diff
+    else:
+        out = acc
+    return out
+
+
+@triton.jit
+def gathered(total, weight, diff, k: tl.constexpr, D: tl.constexpr, SLOPE: tl.constexpr):
+    """total + weight · diff, where it is wanted."""
+    if SLOPE and k < D:
+        out = total + weight * diff
+    else:
+        out = total
+    return out
+
+
+@triton.jit
+def room(rows, k: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SLOPE: tl.constexpr):
+    """Zeros for the sums of coordinate k of some rows, next to none where it is not wanted."""
+    if SLOPE and k < D:
+        out = tl.zeros([rows.shape[0], BLOCK_N], tl.float32)
+    else:
+        out = tl.zeros([rows.shape[0], 1], tl.float32)
+    return out
 
 
 @kernel

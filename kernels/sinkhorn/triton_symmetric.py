@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -142,8 +143,9 @@ def _get_ready(clouds: Clouds, task: Task) -> None:
     _ready.add(key)
 
 
-class Layout(NamedTuple):
-    """What depends on sizes alone."""
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What depends on sizes alone; one object for one combination of them."""
 
     kind: int
     batch: int

@@ -66,69 +66,6 @@ def begin(
 
 
 @triton.jit
-def gap(x, k1, cols, padded, scale, k: tl.constexpr, D: tl.constexpr):
-    """Differences of coordinate k, zero beyond the last."""
-    if k < D:
-        out = x[:, None] - (tl.load(k1 + k * padded + cols) * scale)[None, :]
-    else:
-        out = x[:, None]
-    return out
-
-
-@triton.jit
-def less_square(acc, diff, k: tl.constexpr, D: tl.constexpr):
-    """acc − diff², where there is such a coordinate."""
-    if k < D:
-        out = acc - diff * diff
-    else:
-        out = acc
-    return out
-
-
-@triton.jit
-def gathered(total, weight, diff, k: tl.constexpr, D: tl.constexpr, SLOPE: tl.constexpr):
-    """total + weight · diff, where it is wanted."""
-    if SLOPE and k < D:
-        out = total + weight * diff
-    else:
-        out = total
-    return out
-
-
-@triton.jit
-def room(rows, k: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SLOPE: tl.constexpr):
-    """Zeros for the sums of coordinate k of some rows, next to none where it is not wanted."""
-    if SLOPE and k < D:
-        out = tl.zeros([rows.shape[0], BLOCK_N], tl.float32)
-    else:
-        out = tl.zeros([rows.shape[0], 1], tl.float32)
-    return out
-
-
-@triton.jit
-def exponents(
-    base, d0, d1, d2, d3, d4, d5, d6, d7, floor, D: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """base − C of a tile in base 2, and 1 over the distances, zero below the floor, for the derivative (P = 1)."""
-    acc = base
-    if P == 1:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc = less_square(less_square(acc, d0, 0, D), d1, 1, D)
-    acc = less_square(less_square(acc, d2, 2, D), d3, 3, D)
-    if D > 4:
-        acc = less_square(less_square(acc, d4, 4, D), d5, 5, D)
-        acc = less_square(less_square(acc, d6, 6, D), d7, 7, D)
-    rate = acc
-    if P == 1:
-        squares = tl.maximum(-acc, floor * floor)
-        inverse = tl.rsqrt(squares)
-        acc = base - squares * inverse
-        rate = tl.where(squares > floor * floor, inverse, 0.0)
-    return acc, rate
-
-
-@triton.jit
 def near_top(
     x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, first, last, scale, pad_k, D: tl.constexpr, P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -138,15 +75,35 @@ def near_top(
     top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     for start in range(first, last, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        d0, d1 = gap(x0, k1, cols, pad_k, scale, 0, D), gap(x1, k1, cols, pad_k, scale, 1, D)
-        d2, d3 = gap(x2, k1, cols, pad_k, scale, 2, D), gap(x3, k1, cols, pad_k, scale, 3, D)
-        d4, d5, d6, d7 = d0, d1, d2, d3
-        if D > 4:  # what nobody needs would still take time to compile
-            d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
-            d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
         base = tl.load(bias + cols)[None, :]
-        acc, _ = exponents(base, d0, d1, d2, d3, d4, d5, d6, d7, FLOOR * scale, D, P, BLOCK_M, BLOCK_N)
-        top = tl.maximum(top, acc)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        d0 = x0[:, None] - (tl.load(k1 + cols) * scale)[None, :]
+        acc = acc - d0 * d0
+        if D > 1:
+            d1 = x1[:, None] - (tl.load(k1 + pad_k + cols) * scale)[None, :]
+            acc = acc - d1 * d1
+        if D > 2:
+            d2 = x2[:, None] - (tl.load(k1 + 2 * pad_k + cols) * scale)[None, :]
+            acc = acc - d2 * d2
+        if D > 3:
+            d3 = x3[:, None] - (tl.load(k1 + 3 * pad_k + cols) * scale)[None, :]
+            acc = acc - d3 * d3
+        if D > 4:
+            d4 = x4[:, None] - (tl.load(k1 + 4 * pad_k + cols) * scale)[None, :]
+            acc = acc - d4 * d4
+        if D > 5:
+            d5 = x5[:, None] - (tl.load(k1 + 5 * pad_k + cols) * scale)[None, :]
+            acc = acc - d5 * d5
+        if D > 6:
+            d6 = x6[:, None] - (tl.load(k1 + 6 * pad_k + cols) * scale)[None, :]
+            acc = acc - d6 * d6
+        if D > 7:
+            d7 = x7[:, None] - (tl.load(k1 + 7 * pad_k + cols) * scale)[None, :]
+            acc = acc - d7 * d7
+        if P == 1:
+            squares = tl.maximum(-acc, FLOOR * scale * FLOOR * scale)
+            acc = -squares * tl.rsqrt(squares)
+        top = tl.maximum(top, base + acc)
     found = tl.max(top, 1)
     return tl.where(found == float("-inf"), 0.0, found)
 
@@ -158,42 +115,76 @@ def near_sums(
 ):
     """(s_i, Σ_j w_ij (x_i − y_j)) with Σ_j 2^(S_ij + bias_j) = s_i 2^(−u_i), from direct differences.
 
-    Slopes have w = e (P = 2), or e over the distance (P = 1), in scaled units.
+    Slopes have w = e (P = 2), or e over the distance (P = 1), in scaled units. Written out by coordinate: calls of
+    functions take most of the time of compiling.
     """
     BLOCK_M: tl.constexpr = x0.shape[0]
+    WIDTH: tl.constexpr = BLOCK_N if SLOPE else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # sums kept apart by column, to meet once at the end
-    s0, s1 = room(x0, 0, D, BLOCK_N, SLOPE), room(x0, 1, D, BLOCK_N, SLOPE)
-    s2, s3 = room(x0, 2, D, BLOCK_N, SLOPE), room(x0, 3, D, BLOCK_N, SLOPE)
-    none = tl.zeros([BLOCK_M, 1], tl.float32)
-    s4, s5, s6, s7 = none, none, none, none
-    if D > 4:
-        s4, s5 = room(x0, 4, D, BLOCK_N, SLOPE), room(x0, 5, D, BLOCK_N, SLOPE)
-        s6, s7 = room(x0, 6, D, BLOCK_N, SLOPE), room(x0, 7, D, BLOCK_N, SLOPE)
+    none = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    s0, s1, s2, s3, s4, s5, s6, s7 = none, none, none, none, none, none, none, none
     for start in range(first, last, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        d0, d1 = gap(x0, k1, cols, pad_k, scale, 0, D), gap(x1, k1, cols, pad_k, scale, 1, D)
-        d2, d3 = gap(x2, k1, cols, pad_k, scale, 2, D), gap(x3, k1, cols, pad_k, scale, 3, D)
-        d4, d5, d6, d7 = d0, d1, d2, d3
-        if D > 4:  # what nobody needs would still take time to compile
-            d4, d5 = gap(x4, k1, cols, pad_k, scale, 4, D), gap(x5, k1, cols, pad_k, scale, 5, D)
-            d6, d7 = gap(x6, k1, cols, pad_k, scale, 6, D), gap(x7, k1, cols, pad_k, scale, 7, D)
-        base = tl.load(bias + cols)[None, :] + u[:, None]
-        acc, rate = exponents(base, d0, d1, d2, d3, d4, d5, d6, d7, FLOOR * scale, D, P, BLOCK_M, BLOCK_N)
+        acc = tl.load(bias + cols)[None, :] + u[:, None]
+        base = acc
+        if P == 1:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        d0 = x0[:, None] - (tl.load(k1 + cols) * scale)[None, :]
+        acc = acc - d0 * d0
+        if D > 1:
+            d1 = x1[:, None] - (tl.load(k1 + pad_k + cols) * scale)[None, :]
+            acc = acc - d1 * d1
+        if D > 2:
+            d2 = x2[:, None] - (tl.load(k1 + 2 * pad_k + cols) * scale)[None, :]
+            acc = acc - d2 * d2
+        if D > 3:
+            d3 = x3[:, None] - (tl.load(k1 + 3 * pad_k + cols) * scale)[None, :]
+            acc = acc - d3 * d3
+        if D > 4:
+            d4 = x4[:, None] - (tl.load(k1 + 4 * pad_k + cols) * scale)[None, :]
+            acc = acc - d4 * d4
+        if D > 5:
+            d5 = x5[:, None] - (tl.load(k1 + 5 * pad_k + cols) * scale)[None, :]
+            acc = acc - d5 * d5
+        if D > 6:
+            d6 = x6[:, None] - (tl.load(k1 + 6 * pad_k + cols) * scale)[None, :]
+            acc = acc - d6 * d6
+        if D > 7:
+            d7 = x7[:, None] - (tl.load(k1 + 7 * pad_k + cols) * scale)[None, :]
+            acc = acc - d7 * d7
+        if P == 1:
+            squares = tl.maximum(-acc, FLOOR * scale * FLOOR * scale)
+            inverse = tl.rsqrt(squares)
+            acc = base - squares * inverse
         e = tl.exp2(acc)
         total += e
-        weight = e
-        if P == 1:
-            weight = e * rate
         if SLOPE:
-            s0, s1 = gathered(s0, weight, d0, 0, D, SLOPE), gathered(s1, weight, d1, 1, D, SLOPE)
-            s2, s3 = gathered(s2, weight, d2, 2, D, SLOPE), gathered(s3, weight, d3, 3, D, SLOPE)
+            weight = e
+            if P == 1:
+                weight = tl.where(squares > FLOOR * scale * FLOOR * scale, e * inverse, 0.0)
+            s0 += weight * d0
+            if D > 1:
+                s1 += weight * d1
+            if D > 2:
+                s2 += weight * d2
+            if D > 3:
+                s3 += weight * d3
             if D > 4:
-                s4, s5 = gathered(s4, weight, d4, 4, D, SLOPE), gathered(s5, weight, d5, 5, D, SLOPE)
-                s6, s7 = gathered(s6, weight, d6, 6, D, SLOPE), gathered(s7, weight, d7, 7, D, SLOPE)
-    return (
-        tl.sum(total, 1), tl.sum(s0, 1), tl.sum(s1, 1), tl.sum(s2, 1), tl.sum(s3, 1), tl.sum(s4, 1), tl.sum(s5, 1),
-        tl.sum(s6, 1), tl.sum(s7, 1),
-    )  # fmt: skip
+                s4 += weight * d4
+            if D > 5:
+                s5 += weight * d5
+            if D > 6:
+                s6 += weight * d6
+            if D > 7:
+                s7 += weight * d7
+    total = tl.sum(total, 1)
+    if SLOPE:
+        s0, s1, s2, s3 = tl.sum(s0, 1), tl.sum(s1, 1), tl.sum(s2, 1), tl.sum(s3, 1)
+        s4, s5, s6, s7 = tl.sum(s4, 1), tl.sum(s5, 1), tl.sum(s6, 1), tl.sum(s7, 1)
+    else:
+        zero = tl.zeros([BLOCK_M], tl.float32)
+        s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
+    return total, s0, s1, s2, s3, s4, s5, s6, s7
 
 
 @triton.jit

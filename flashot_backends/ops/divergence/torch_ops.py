@@ -113,9 +113,16 @@ def _divergence_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _divergence_grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
     *inputs, by_x, by_a, by_y, by_b = ctx.saved_tensors
-    by_x, by_a, by_y, by_b = divergence_backward(*inputs, grad, by_x, by_a, by_y, by_b)
     need = ctx.needs_input_grad
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():  # nobody asks for second derivatives
+        found = zip((by_x, by_a, by_y, by_b), need, strict=False)
+        return *(_times(by, grad) if wanted else None for by, wanted in found), *[None] * 12
+    by_x, by_a, by_y, by_b = divergence_backward(*inputs, grad, by_x, by_a, by_y, by_b)
     return by_x if need[0] else None, by_a, by_y if need[2] else None, by_b, *[None] * 12
+
+
+def _times(by: Tensor, grad: Tensor) -> Tensor:
+    return by * grad.to(by.dtype).reshape(-1, *[1] * (by.dim() - 1))
 
 
 divergence.derivative(_divergence_grad, _divergence_setup)
