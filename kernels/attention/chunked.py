@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flashot_backends.kernels.attention.pairs import Pairs, potential, spread
+from flashot_backends.kernels.attention.pairs import Pairs, matched, potential, spread
 
 whole = False
 one_pass = True
@@ -49,8 +49,8 @@ def apply(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
     """Σ_j exp(S_ij + u_i + w_j) z_j, (P, n, e) in the accumulation dtype. z: (P or fewer, m, e)."""
 
     def rows(strip):
-        values = spread(strip.columns(z), pairs.problems)
-        return _product("pnm,pme->pne", strip.plan(u, w).astype(z.dtype), values, pairs.scale.dtype)
+        plan, values = matched(strip.plan(u, w), spread(strip.columns(z), pairs.problems))
+        return _product("pnm,pme->pne", plan, values, pairs.scale.dtype)
 
     return _over_strips(pairs, rows)
 
@@ -63,8 +63,8 @@ def pull(pairs: Pairs, u, w, left, right, x_terms, y_terms) -> jax.Array:
 
     def rows(strip):
         gradient = strip.plan(u, w) * _strip_cotangent(strip, left, right, x_terms, y_terms)
-        features = spread(strip.columns(pairs.y), pairs.problems)
-        return _product("pnm,pmd->pnd", gradient.astype(features.dtype), features, pairs.scale.dtype)
+        gradient, features = matched(gradient, spread(strip.columns(pairs.y), pairs.problems))
+        return _product("pnm,pmd->pnd", gradient, features, pairs.scale.dtype)
 
     return _over_strips(pairs, rows)
 

@@ -83,3 +83,10 @@ def potential(log_target: jax.Array, sums: jax.Array, extra: jax.Array | None = 
     """log_target − log(e^sums + e^extra); 0 where both are empty. All (P, n), extra or None."""
     sums = sums if extra is None else jnp.logaddexp(sums, extra)
     return jnp.where(sums == -jnp.inf, 0, log_target - sums)
+
+
+def matched(tile: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 tile of the plan or of its gradient and what it multiplies, in one dtype: that of `other`, but float32
+    instead of float16, below whose range the entries of a long row lie."""
+    kind = tile.dtype if other.dtype == jnp.float16 else other.dtype
+    return tile.astype(kind), other.astype(kind)

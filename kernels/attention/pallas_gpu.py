@@ -271,11 +271,13 @@ def _multiply(left, right, right_axis):
 
 def _multiply_tile(tile, right):
     """A float32 tile times right, whose parts set the precision. Rows are brought into float16's range and back."""
-    if len(right) == 1:
-        return _dot(tile.astype(right[0].dtype), right[0], 0)
+    if right[0].dtype == jnp.bfloat16:
+        return _dot(tile.astype(jnp.bfloat16), right[0], 0)
     largest = jnp.maximum(jnp.max(jnp.abs(tile), axis=1), 1e-30)
     scaled = tile * (8192 / largest)[:, None]
     high = scaled.astype(jnp.float16)
+    if len(right) == 1:
+        return _dot(high, right[0], 0) * (largest / 8192)[:, None]
     low = (scaled - high.astype(jnp.float32)).astype(jnp.float16)
     return _multiply([high, low], right, 0) * (largest / 8192)[:, None]
 

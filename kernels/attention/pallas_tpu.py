@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flashot_backends.kernels.attention.chunked import score_gradient
-from flashot_backends.kernels.attention.pairs import Pairs, potential
+from flashot_backends.kernels.attention.pairs import Pairs, matched, potential
 
 __all__ = ["applies", "apply", "full_step", "half_step", "lse", "matvec", "prepare", "pull", "score_gradient"]
 
@@ -227,7 +227,7 @@ def _matvec_part(plan, rows, columns):
 
 def _apply_part(plan, rows, columns):
     values = columns["values"][...]
-    return _dot(plan.astype(values.dtype), values, 1, 0)
+    return _dot(*matched(plan, values), 1, 0)
 
 
 def _pull_part(plan, rows, columns):
@@ -235,7 +235,7 @@ def _pull_part(plan, rows, columns):
     if "values" in rows:
         total = total + _dot(rows["values"][...], columns["values"][...], 1, 1)
     features = columns["features"][...]
-    return _dot((plan * total).astype(features.dtype), features, 1, 0)
+    return _dot(*matched(plan * total, features), 1, 0)
 
 
 _matvec_kernel, _apply_kernel, _pull_kernel = (_accumulate(part) for part in (_matvec_part, _apply_part, _pull_part))

@@ -111,6 +111,24 @@ def test_vmap_twice(monkeypatch, over_keys):
     assert cases.worst_error(got, wanted) < 2e-6
 
 
+@pytest.mark.parametrize("kernel", [chunked, pallas_gpu], ids=["chunked", "gpu"])
+def test_float16_plans_of_long_rows_do_not_vanish(monkeypatch, kernel):
+    """Entries of a plan are about 1 / tokens, and those of its gradient smaller still: too small for float16."""
+    monkeypatch.setattr(pallas_gpu, "interpret", True)
+    q, k, v = (array.astype(jnp.float16) for array in cases.tokens(n=N, m=N, dtype=jnp.float32))
+    left, u, zeros = 1e-3 * v, jnp.full((2, N), -14.0), jnp.zeros((2, N))
+    terms = jnp.zeros((2, N, 1))
+
+    def results(kernel, kind):
+        laid = kernel.prepare(Pairs(q.astype(kind), k.astype(kind), jnp.ones(2)))
+        values = v.astype(kind)
+        return kernel.apply(laid, u, zeros, values), kernel.pull(
+            laid, u, zeros, left.astype(kind), values, terms, terms
+        )
+
+    assert cases.worst_error(results(kernel, jnp.float16), results(chunked, jnp.float32)) < 2e-3
+
+
 def test_float32_stays_float32_where_float64_is_on(x64, monkeypatch):
     got, wanted = (
         loss_and_gradients(monkeypatch, kernel, "padding", None, base_steps=0, tail_steps=0.5)
