@@ -23,7 +23,7 @@ from .triton import DOT, FMA, LOG2E, PAD, on
 
 LN_2 = math.log(2)
 SHARE = 128  # points that one program prepares, or integrates over
-SMALL = 1 << 24  # pairs of a step, up to which waiting for each other is cheaper than a launch
+SMALL = 1 << 26  # pairs of a step, up to which waiting for each other is cheaper than another launch
 NEAR = Shape(16, 128, 4, 1, 4, 128)  # direct differences of up to three coordinates
 WAITING = Shape(16, 64, 2, 1, 6, 160)  # for small clouds; all its programs must fit at once
 WAITING_MANY = Shape(8, 64, 2, 1, 6, 160)
