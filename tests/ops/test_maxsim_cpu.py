@@ -26,7 +26,9 @@ def test_ragged():
 
 def test_order_of_many_documents():
     q = torch.nn.functional.normalize(tokens(32, 64), dim=-1)
-    documents = [torch.nn.functional.normalize(x, dim=-1) for x in ragged([5 + i % 40 for i in range(2000)], 64, seed=9)]
+    documents = [
+        torch.nn.functional.normalize(x, dim=-1) for x in ragged([5 + i % 40 for i in range(2000)], 64, seed=9)
+    ]
     scores, exact = maxsim(q[None], documents)[0], maxsim(q[None].double(), [x.double() for x in documents])[0]
     theirs = torch.as_tensor(oracle.maxsim_scores_variable(q.numpy(), [x.numpy() for x in documents]))
     torch.testing.assert_close(scores, theirs, rtol=1e-5, atol=1e-4)
