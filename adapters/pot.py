@@ -54,6 +54,9 @@ def _defines(module: Any, name: str) -> bool:
     return bool(getattr(getattr(module, name, None), "__module__", None) == module.__name__)
 
 
+LAZY_METRICS = ("sqeuclidean", "euclidean", "cityblock", "cosine")  # the host's names
+
+
 def lazy_cost(X: Any, Y: Any, metric: str = "sqeuclidean") -> Any:
     """Return the cost between two clouds of points as a POT ``LazyTensor``, to pass where a cost matrix goes.
 
@@ -62,7 +65,7 @@ def lazy_cost(X: Any, Y: Any, metric: str = "sqeuclidean") -> Any:
     X, Y : arrays of shape (n, d) and (m, d)
         Points of one kind of array, one floating dtype, on one device.
     metric : str
-        "sqeuclidean": M_ij = |X_i - Y_j|².
+        "sqeuclidean", "euclidean", "cityblock" or "cosine", as ``ot.dist`` means them. JAX arrays: "sqeuclidean".
 
     Returns
     -------
@@ -81,6 +84,8 @@ def lazy_cost(X: Any, Y: Any, metric: str = "sqeuclidean") -> Any:
     if not hasattr(utils, "LazyTensor"):
         raise ImportError("a lazy cost needs POT 0.9.2 or newer, which has ot.utils.LazyTensor")
     X, Y = utils.list_to_array(X, Y)
+    if metric not in LAZY_METRICS:
+        raise ValueError(f"metric is {metric!r}; accepted is one of {LAZY_METRICS}")
     with _words_of_the_host(x="X", y="Y"):
         shape = _operation().PointCloud(X, Y, metric).shape
     if len(shape) != 2:
@@ -654,9 +659,12 @@ def _is_lazy(M: Any) -> bool:
 
 
 def _cost_block(i: Any, j: Any, X: Any, Y: Any, metric: str) -> Any:
-    """Rows i and columns j of the cost, around a common centre so that far-off points keep their digits."""
-    centre = X[:1]
-    return _utils().dist(X[_rows(i)] - centre, Y[_rows(j)] - centre, metric=metric)
+    """Rows i and columns j of the cost; distances around a common centre, so that far-off points keep their digits."""
+    X, Y, centre = X[_rows(i)], Y[_rows(j)], X[:1]
+    if metric in ("sqeuclidean", "euclidean"):
+        return _utils().dist(X - centre, Y - centre, metric=metric)
+    cost = _operation().PointCloud(X, Y, metric)  # the host takes these from scipy, for numpy arrays alone
+    return cost.restore(cost.dense())
 
 
 def _plan_block(i: Any, j: Any, M: Any, log_u: Any, log_v: Any, reg: Any) -> Any:

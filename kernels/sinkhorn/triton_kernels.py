@@ -32,6 +32,10 @@ HUGE = tl.constexpr(2.0**90)
 TINY = tl.constexpr(2.0**-90)
 
 
+# Values that are all smaller than this are scaled as if one were not: RANGE over it is still a number.
+LEAST = tl.constexpr(1e-30)
+
+
 # Prepared arrays are padded to this many rows, so that no load inside a loop needs a mask.
 PAD = tl.constexpr(512)
 
@@ -1014,7 +1018,7 @@ def halve(values, largest, high, low, programs: tl.int32, count: tl.int64, RANGE
     b, block = place(programs)
     here = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at, inside = b * count + here, here < count
-    scale = RANGE / tl.maximum(tl.load(largest + b), 1.1754943508222875e-38)
+    scale = RANGE / tl.maximum(tl.load(largest + b), LEAST)
     value = tl.load(values + at, mask=inside, other=0.0) * scale
     first = value.to(tl.float16)
     tl.store(high + at, first, mask=inside)
@@ -1062,7 +1066,7 @@ def join(
         tl.store(total_out + b * n + rows, sums * scale, mask=inside)
     if width > 0:
         if RANGE > 1:
-            acc = acc * (tl.maximum(tl.load(largest + b), 1.1754943508222875e-38) / RANGE / RANGE)
+            acc = acc * (tl.maximum(tl.load(largest + b), LEAST) / RANGE / RANGE)
         tl.store(result + (b * n + rows[:, None]) * width + which[None, :], acc * scale[:, None], mask=there)
 
 

@@ -146,3 +146,21 @@ def test_memory_is_linear_in_the_points(pot):
     out = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
     assert float(out.stdout) < 200
+
+
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "cityblock", "cosine"])
+def test_metrics_of_the_host(pot, metric):
+    """Far from the origin too, which matters to angles and must not to distances."""
+    rng = np.random.default_rng(0)
+    X, Y = rng.random((12, 3)) + 2, rng.random((9, 3)) + 2
+    a, b = np.full(12, 1 / 12), np.full(9, 1 / 9)
+    M, lazy = pot.dist(X, Y, metric=metric), lazy_cost(X, Y, metric)
+    np.testing.assert_allclose(lazy[2:5], M[2:5], rtol=1e-9, atol=1e-12)
+    reg = 0.1 * M.mean()
+    plan = pot.sinkhorn(a, b, lazy, reg, method="flash", numItermax=200)
+    np.testing.assert_allclose(plan[:], pot.sinkhorn(a, b, M, reg, method="sinkhorn_log", numItermax=200), rtol=1e-7)
+
+
+def test_metrics_that_are_no_distances_of_the_host(pot):
+    with pytest.raises(ValueError, match="metric is 'inner'"):
+        lazy_cost(np.ones((3, 2)), np.ones((4, 2)), "inner")

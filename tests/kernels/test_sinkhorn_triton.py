@@ -334,3 +334,27 @@ def test_fast_products_are_close(d):
 def test_what_it_leaves_to_others():
     with pytest.raises(dispatch.BackendError, match="float64"):
         solve(make_cost((torch.ones(ONE, dtype=torch.float64, device=DEVICE),)), epsilon=1.0, backend=NAME)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1e20])
+def test_products_with_values_of_any_size(scale):
+    """Values are scaled by their largest, which may be nothing at all."""
+    (x, y), epsilon = points(20, 30, 16, device=DEVICE)
+    solution = solve(make_cost((x, y)), epsilon=epsilon, max_iterations=3, tolerance=0, backend=NAME)
+    values = normal(30, 40).to(DEVICE, torch.float32)
+    wanted = solution.plan().double() @ (scale * values.double())
+    found = solution.apply(scale * values).double()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()) + 1e-44)
+
+
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit", "envelope"])
+def test_gradients_of_the_value(gradient):
+    """By points of many coordinates: with the envelope nothing flows back through the potentials."""
+    (x, y), epsilon = points(20, 30, 16, device=DEVICE)
+    found = []
+    for cast, backend in ((torch.float32, NAME), (torch.float64, "reference")):
+        leaf = x.to(cast).requires_grad_()
+        options = {"epsilon": epsilon, "tolerance": 1e-6, "gradient": gradient, "backend": backend}
+        value = solve(make_cost((leaf, y.to(cast))), **options).value()
+        found.append(torch.autograd.grad(value, leaf)[0].double())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-4
