@@ -188,15 +188,22 @@ class Replay:
             self.steps.append((one.start, one.ready, places))
             one.args = ()
 
-    def __call__(self, variable: dict[str, Any]) -> None:
-        """Run them again with these tensors, laid out as the first ones were, on the same stream."""
+    def __call__(self, variable: dict[str, Any], before_last: Callable[[], Any], last: int) -> Any:
+        """Run them again with these tensors, laid out as the first ones were, on the same stream.
+
+        ``before_last`` is called before the ``last`` launches, and what it returns comes back.
+        """
         for tensor in self.zeroed:
             tensor.zero_()
         pointers = {name: tensor.data_ptr() for name, tensor in variable.items()}
-        for start, ready, places in self.steps:
+        result = None
+        for left, (start, ready, places) in zip(range(len(self.steps), 0, -1), self.steps, strict=True):
+            if left == last:
+                result = before_last()
             for place, name in places:
                 ready[place] = pointers[name]
             start(*ready)
+        return result
 
 
 def noted(work: Callable[[], Any]) -> tuple[Any, list[Launch] | None]:
