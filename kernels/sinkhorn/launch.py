@@ -188,6 +188,12 @@ class Replay:
             self.steps.append((one.start, one.ready, places))
             one.args = ()
 
+    @property
+    def bytes(self) -> int:
+        """What the buffers take."""
+        storages = (part.untyped_storage() for part in (*self.kept, *self.zeroed))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def __call__(self, variable: dict[str, Any], before_last: Callable[[], Any], last: int) -> Any:
         """Run them again with these tensors, laid out as the first ones were, on the same stream.
 

@@ -99,7 +99,7 @@ def operator(cost: Cost, epsilon: Tensor, precision: str = "high") -> Fused:
 
 
 _ready: set[Any] = set()
-MOST_REPLAYS = 16
+MOST_REPLAYS, MOST_BYTES = 8, 64 << 20  # layouts whose buffers are kept, and how large those of one may be
 _replays: dict[Any, tuple[Replay, Tensor]] = {}  # by layout and stream; who uses one takes it out
 
 
@@ -241,7 +241,8 @@ class Fused(Operator):
             (loop, result), launches = noted(lambda: self._iterate(tile, Loop(self, a, b, f, control), inspect))
             if launches is not None:
                 kept = Replay(launches, self._variable((a, b, f), loop.outputs), (loop.notes, self.prepared.scratch))
-                _keep(key, (kept, loop.seen))
+                if kept.bytes <= MOST_BYTES:
+                    _keep(key, (kept, loop.seen))
             return result
 
     def _iterate(

@@ -22,6 +22,7 @@ def test_only_what_was_named_changes():
     launches = [laid_out((x, buffer, 12, y), log), laid_out((buffer, y), log), laid_out((notes, x), log)]
     replay = Replay(launches, {"x": x, "y": y}, (notes,))
     assert all(one.args == () for one in launches), "nobody's arrays are kept"
+    assert replay.bytes == 4 * (5 + 6)
     other_x, other_y = torch.zeros(3), torch.zeros(4)
     found = replay({"x": other_x, "y": other_y}, lambda: log.append("before the last two") or "seen", 2)
     assert found == "seen"
