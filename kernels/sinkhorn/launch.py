@@ -103,12 +103,7 @@ _noted: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_noted", defa
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    args: tuple[Any, ...],
-    constants: tuple[Any, ...],
-    options: Any,
-    variant: Any = None,
+    kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], options: Any, variant: Any = None,
 ) -> None:
     """Start ``kernel``; from the second time on without looking at its arguments again.
 

@@ -208,16 +208,8 @@ class Operator:
         return Sweep(f, after, torch.exp((g - after) / self.epsilon[:, None]), softmin)
 
     def iterate(
-        self,
-        a: Tensor,
-        b: Tensor,
-        f: Tensor,
-        max_iterations: int,
-        tolerance: float,
-        check_every: int,
-        norm: str,
-        gap: float,
-        inspect: Callable[[dict[str, float]], None],
+        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
+        gap: float, inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...] | None:
         """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
 
@@ -245,12 +237,7 @@ class Operator:
         raise NotImplementedError
 
     def weighted(
-        self,
-        s: Tensor,
-        t: Tensor,
-        alpha: Tensor | None = None,
-        gamma: float = 0.0,
-        u: Tensor | None = None,
+        self, s: Tensor, t: Tensor, alpha: Tensor | None = None, gamma: float = 0.0, u: Tensor | None = None,
         v: Tensor | None = None,
     ) -> Weighted:
         """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j); alpha (B, n), u (B, n, k), v (B, m, k)."""

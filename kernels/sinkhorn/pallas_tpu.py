@@ -47,12 +47,7 @@ def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array
 
 
 def reduce(
-    pairs: Pairs,
-    s: jax.Array,
-    t: jax.Array,
-    values: jax.Array,
-    power: int = 0,
-    left: jax.Array | None = None,
+    pairs: Pairs, s: jax.Array, t: jax.Array, values: jax.Array, power: int = 0, left: jax.Array | None = None,
     right: jax.Array | None = None,
 ) -> jax.Array:
     """Σ_j exp(s_i + t_j − C_ij/ε) C_ij^power (left_i·right_j) values_j, (B, n, k); see `jax_blocks.reduce`."""

@@ -214,16 +214,8 @@ class Fused(Operator):
             return inner * self.unit
 
     def iterate(
-        self,
-        a: Tensor,
-        b: Tensor,
-        f: Tensor,
-        max_iterations: int,
-        tolerance: float,
-        check_every: int,
-        norm: str,
-        gap: float,
-        inspect: Callable[[dict[str, float]], None],
+        self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
+        gap: float, inspect: Callable[[dict[str, float]], None],
     ) -> tuple[Tensor, ...]:
         """Alternate until every problem's error is below the tolerance, looking at it on the card."""
         control = Control(max_iterations, tolerance, check_every, int(norm == "l2"), gap)
@@ -506,19 +498,8 @@ class Update:
         self.options = (("num_warps", shape.warps), ("num_stages", shape.stages), *limit)
 
     def bind(
-        self,
-        bias: Tensor,
-        u_in: Tensor,
-        log_weight: Tensor,
-        u_out: Tensor,
-        bias_out: Tensor,
-        ratio: Tensor,
-        done: Tensor,
-        gaps: Tensor,
-        cycles: Tensor,
-        most: int = 0,
-        column: int = 0,
-        first: bool = True,
+        self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
+        done: Tensor, gaps: Tensor, cycles: Tensor, most: int = 0, column: int = 0, first: bool = True,
     ) -> Launch:
         """The launch of an update from the columns' bias, to be called with the iteration.
 
