@@ -114,6 +114,19 @@ def test_c_transform_of_float32_far_away():
     close(found.values, wanted.values, rtol=1e-6)
 
 
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_c_transform_of_a_tie(backend, dtype):
+    """Far columns cost digits, so that either of two equal ones may be taken: its value is right, with its gradient."""
+    x, y = torch.zeros(1, 4, dtype=dtype, requires_grad=True), torch.zeros(96, 4, dtype=dtype)
+    y[:, 0] = 100
+    y[0, 0], y[64, 0] = 1, -1
+    found = c_transform(PointCloud(x, y), torch.zeros(96, dtype=dtype), backend=backend)
+    assert found.values.item() == 1 and found.indices.item() in (0, 64)
+    (by_x,) = torch.autograd.grad(found.values.sum(), x)
+    assert torch.equal(by_x, -2 * y[found.indices])
+
+
 def test_numpy_and_errors():
     x, y = normal(7, 3), normal(9, 3, seed=1)
     values, indices = c_transform(PointCloud(x.numpy(), y.numpy()), normal(9, seed=2).numpy())

@@ -157,12 +157,12 @@ def softmin(
 
 
 def c_transform(cost: PointCloud | DenseCost, g: Any, *, backend: str | Sequence[str] | None = None) -> CTransform:
-    """Return min_j C_ij − g_j and the first j that attains it, ``values`` and ``indices`` (..., n), for g (..., m).
+    """Return min_j C_ij − g_j and a column j that attains it, ``values`` and ``indices`` (..., n), for g (..., m).
 
     The hard minimum that a softmin tends to as ε falls (Peyré and Cuturi, "Computational Optimal Transport", 2019,
-    section 5.1), streamed. g_j = −inf leaves a column out. Values are differentiable by the cost's arrays and g for
-    torch inputs, at the column that attains the minimum. ``c_transform(cost.T, f)`` is the transform of the rows'
-    potential. Errors as in ``solve``.
+    section 5.1), streamed. g_j = −inf leaves a column out. Of columns that are equal to rounding, any may be taken.
+    Values are differentiable by the cost's arrays and g for torch inputs, at the column that attains the minimum.
+    ``c_transform(cost.T, f)`` is the transform of the rows' potential. Errors as in ``solve``.
     """
     if _holds_jax_arrays(cost):
         raise TypeError("cost holds JAX arrays; accepted by c_transform are numpy, torch and cupy arrays")
