@@ -48,6 +48,17 @@ class Pairs(NamedTuple):
         return int(self.y.shape[1] if self.matrix is None else self.matrix.shape[2])
 
 
+def no_tile(request: Any, largest_width: int) -> str | None:
+    """Why a Pallas kernel that holds so many coordinates at once cannot serve `request`, or None."""
+    if request.kind != "points":
+        return "a matrix of costs is reduced by XLA in the chunked tier"
+    if request.dtype == "float64":
+        return "float64 runs in the chunked tier"
+    if request.width > largest_width:
+        return f"at most {largest_width} coordinates fit a tile, not {request.width}"
+    return None
+
+
 def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array) -> Pairs:
     """Put points (or, with y None, a matrix) into the potentials' dtype, points around the midpoint of their means."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .jax_pairs import Pairs, opaque
+from .jax_pairs import Pairs, no_tile, opaque
 
 LOG2E = math.log2(math.e)
 FEW_COORDINATES = 8
@@ -37,13 +37,7 @@ interpret = False
 
 def applies(request) -> str | None:
     """A reason why this kernel cannot serve `request`, or None."""
-    if request.kind != "points":
-        return "a matrix of costs is reduced by XLA in the chunked tier"
-    if request.dtype == "float64":
-        return "float64 runs in the chunked tier"
-    if request.width > LARGEST_WIDTH:
-        return f"at most {LARGEST_WIDTH} coordinates fit a tile, not {request.width}"
-    return None
+    return no_tile(request, LARGEST_WIDTH)
 
 
 def hold(pairs: Pairs) -> Pairs:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .jax_pairs import Pairs, opaque
+from .jax_pairs import Pairs, no_tile, opaque
 
 LARGEST_WIDTH = 512
 VMEM_BYTES = 48 << 20
@@ -27,13 +27,7 @@ interpret: Any = False
 
 def applies(request) -> str | None:
     """A reason why this kernel cannot serve `request`, or None."""
-    if request.kind != "points":
-        return "a matrix of costs is reduced by XLA in the chunked tier"
-    if request.dtype == "float64":
-        return "float64 runs in the chunked tier"
-    if request.width > LARGEST_WIDTH:
-        return f"at most {LARGEST_WIDTH} coordinates fit a tile, not {request.width}"
-    return None
+    return no_tile(request, LARGEST_WIDTH)
 
 
 def hold(pairs: Pairs) -> Pairs:

@@ -425,19 +425,10 @@ def score_tile(
         scores = dot_tile(q1, q2, k1, k2, rows, cols, width, LITTLE, PRODUCTS, 1) * slope
     elif KIND == FMA:
         scores = fma_tile(
-            tl.zeros([rows.shape[0], cols.shape[0]], tl.float32),
-            coordinate(q1, rows, pad_q, 0, D),
-            coordinate(q1, rows, pad_q, 1, D),
-            coordinate(q1, rows, pad_q, 2, D),
-            coordinate(q1, rows, pad_q, 3, D),
-            coordinate(q1, rows, pad_q, 4, D),
-            coordinate(q1, rows, pad_q, 5, D),
-            coordinate(q1, rows, pad_q, 6, D),
-            coordinate(q1, rows, pad_q, 7, D),
-            k1,
-            cols,
-            pad_k,
-            D,
+            tl.zeros([rows.shape[0], cols.shape[0]], tl.float32), coordinate(q1, rows, pad_q, 0, D),
+            coordinate(q1, rows, pad_q, 1, D), coordinate(q1, rows, pad_q, 2, D), coordinate(q1, rows, pad_q, 3, D),
+            coordinate(q1, rows, pad_q, 4, D), coordinate(q1, rows, pad_q, 5, D), coordinate(q1, rows, pad_q, 6, D),
+            coordinate(q1, rows, pad_q, 7, D), k1, cols, pad_k, D,
         )
     else:
         where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
@@ -519,30 +510,8 @@ def update(
     every_column = tl.cdiv(m, BLOCK_N) * BLOCK_N
     last = tl.minimum(first + tiles_each * BLOCK_N, every_column)
     top, total = row_sums(
-        q1,
-        q2,
-        k1,
-        k2,
-        bias,
-        u,
-        rows,
-        n,
-        m,
-        first,
-        last,
-        slope,
-        stride_q,
-        stride_k,
-        pad_q,
-        pad_k,
-        width,
-        KIND,
-        D,
-        CHUNK,
-        PRODUCTS,
-        BLOCK_N,
-        FIRST,
-        STAGES,
+        q1, q2, k1, k2, bias, u, rows, n, m, first, last, slope, stride_q, stride_k, pad_q, pad_k, width, KIND, D,
+        CHUNK, PRODUCTS, BLOCK_N, FIRST, STAGES,
     )
     if splits > 1:
         lanes = tl.arange(0, BLOCK_M)
@@ -565,30 +534,8 @@ def update(
         sound = (total > TINY) & (total < HUGE)
         if tl.min(tl.where(rows < n, sound.to(tl.int32), 1), 0) == 0:
             top, total = row_sums(
-                q1,
-                q2,
-                k1,
-                k2,
-                bias,
-                u,
-                rows,
-                n,
-                m,
-                0,
-                every_column,
-                slope,
-                stride_q,
-                stride_k,
-                pad_q,
-                pad_k,
-                width,
-                KIND,
-                D,
-                CHUNK,
-                PRODUCTS,
-                BLOCK_N,
-                True,
-                1,
+                q1, q2, k1, k2, bias, u, rows, n, m, 0, every_column, slope, stride_q, stride_k, pad_q, pad_k, width,
+                KIND, D, CHUNK, PRODUCTS, BLOCK_N, True, 1,
             )
     after = -(top + tl.log2(total))
     weight = tl.load(log_weight + at)
@@ -768,30 +715,8 @@ def gather(
         pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
         k1, k2, q1, q2 = of_problem(k1, k1, q1, q1, b, batch * ALIGN, pad_k, pad_q, D, KIND)
         top, again = row_sums(
-            k1,
-            k2,
-            q1,
-            q2,
-            bias + b * pad_q,
-            before,
-            cols,
-            m,
-            n,
-            0,
-            tl.cdiv(n, BLOCK_N) * BLOCK_N,
-            slope,
-            1,
-            stride * ALIGN,
-            pad_k,
-            pad_q,
-            1,
-            KIND,
-            D,
-            1,
-            1,
-            BLOCK_N,
-            True,
-            1,
+            k1, k2, q1, q2, bias + b * pad_q, before, cols, m, n, 0, tl.cdiv(n, BLOCK_N) * BLOCK_N, slope, 1,
+            stride * ALIGN, pad_k, pad_q, 1, KIND, D, 1, 1, BLOCK_N, True, 1,
         )
         after = -(top + tl.log2(again))
     tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
