@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -84,10 +85,12 @@ def _events(function: Callable[[], Any], calls: int) -> float:
 
 
 def fresh(module: str, *arguments: str) -> str:
-    """The last line that one of our modules prints when it is run in a process of its own."""
+    """The last line that one of our modules prints when it is run in a process of its own, nothing compiled before."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", f"flashot_backends.benchmarks.{module}", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TRITON_CACHE_DIR"] = cache
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return done.stdout.strip().splitlines()[-1]

@@ -67,6 +67,11 @@ def select(operation: str, request: Any, backend: str | Sequence[str] | None = N
     raise BackendError(_nothing_applies(operation, request, plan))
 
 
+def version() -> int:
+    """A number that changes when kernels come or go."""
+    return registry().version
+
+
 def register(spec: KernelSpec, kernel: Any = None, owner: str = "registered at run time") -> None:
     """Add a kernel without a plugin; ``kernel`` is the object itself, else ``spec.target`` is imported when needed."""
     with _lock:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import limit
+
 TOLERANCE = 2e-7  # relative to a sum: no more than float32 rounds
 MOST_DIMENSIONS = 3
 MOST_CELLS = 512  # of one cloud
@@ -37,9 +39,13 @@ class Costs(NamedTuple):
     share: float
 
 
-# Blocks as measured on two cores. Cards as guessed before the first run on an H200, where ε from 3 to 0.012 at a
-# million points fell on the right sides.
-COSTS = {"cpu": Costs(5e-10, 4e-4, 1e-6, 1.2e-8), "cuda": Costs(6e-13, 2e-4, 1e-8, 1e-10)}
+# Blocks as measured on two cores; of cards, ``tuning.json`` has what counts.
+COSTS = {"cpu": Costs(5e-10, 4e-4, 1e-6, 1.2e-8)}
+
+
+def costs_on(device: torch.device) -> Costs:
+    """What the choice is made by."""
+    return COSTS.get(device.type) or Costs(*(limit(f"far-{name}", device) for name in Costs._fields))
 
 
 class Field(NamedTuple):
@@ -55,7 +61,7 @@ class Field(NamedTuple):
         count, size = math.prod(cells_across(self.low, self.high, epsilon)), (len(self.x), len(self.y))
         if count > MOST_CELLS:
             return False
-        device = self.x.device.type
+        device = self.x.device
         return 1.5 * _seconds(*size, count, device) < _dense(*size, device)
 
     def softmins(self, epsilon: float, biases: Sequence[Tensor]) -> list[Tensor]:
@@ -65,8 +71,8 @@ class Field(NamedTuple):
         )
 
 
-def _seconds(n: int, m: int, cells: int, device: str) -> float:
-    costs, rounds = COSTS.get(device, COSTS["cuda"]), -(-4 * MONOMIALS * cells**2 // _room(n + m))
+def _seconds(n: int, m: int, cells: int, device: torch.device) -> float:
+    costs, rounds = costs_on(device), -(-4 * MONOMIALS * cells**2 // _room(n + m))
     return (1 + rounds) * (cells * costs.cell + (n + m) * costs.point / 2) + (n + m) * cells * costs.share
 
 
@@ -75,8 +81,8 @@ def _room(points: int) -> int:
     return max(1 << 24, 64 * points)
 
 
-def _dense(n: int, m: int, device: str) -> float:
-    return n * m * COSTS.get(device, COSTS["cuda"]).pair
+def _dense(n: int, m: int, device: torch.device) -> float:
+    return n * m * costs_on(device).pair
 
 
 def fields(x: Tensor, y: Tensor) -> list[Field]:
@@ -84,7 +90,7 @@ def fields(x: Tensor, y: Tensor) -> list[Field]:
 
     It is as right as float32 is, so points in float64 are left to others. Waits for the device.
     """
-    size = x.shape[1], y.shape[1], x.device.type
+    size = x.shape[1], y.shape[1], x.device
     if (
         x.dtype == torch.float64
         or not 0 < x.shape[-1] <= MOST_DIMENSIONS

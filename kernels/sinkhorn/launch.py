@@ -6,10 +6,12 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
@@ -36,9 +38,28 @@ class Shape(NamedTuple):
 
 
 @functools.cache
+def _tuning() -> dict[str, dict[str, Any]]:
+    return json.loads(Path(__file__).with_name("tuning.json").read_text())  # type: ignore[no-any-return]
+
+
+@functools.cache
 def table() -> dict[str, dict[str, list[int]]]:
     """The measured shapes: by card class, then by kind and size bucket."""
-    return json.loads(Path(__file__).with_name("tuning.json").read_text())  # type: ignore[no-any-return]
+    return {card: {key: entry for key, entry in found.items() if key != "limits"} for card, found in _tuning().items()}
+
+
+@functools.cache
+def limit(name: str, device: torch.device) -> float:
+    """A measured number: up to which size a way is the quicker one, or what something costs in seconds."""
+    found = (_tuning().get(card, {}).get("limits", {}) for card in (card_class(device), "default"))
+    return float(next(limits[name] for limits in found if name in limits))
+
+
+@functools.cache
+def named_shape(name: str, device: torch.device) -> Shape:
+    """The tile of a launch that comes in one size: the card's own entry, or the default's."""
+    found = (table().get(card, {}) for card in (card_class(device), "default"))
+    return Shape(*next(entries[name] for entries in found if name in entries))
 
 
 def launch_shape(kind: int, dimension: int, rows: int, device: torch.device, transposed: bool = False) -> Shape:
@@ -62,7 +83,7 @@ def dimension_bucket(kind: int, dimension: int, transposed: bool) -> str:
 
 def size_bucket(rows: int) -> str:
     """Rows of the whole batch, in classes."""
-    return "small" if rows <= 6000 else "large"
+    return "small" if rows <= 6000 else "large" if rows <= 20_000 else "huge"
 
 
 @functools.cache
@@ -99,7 +120,6 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
 
 _started: dict[Any, Any] = {}
 _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches", default=None)
-_noted: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_noted", default=None)
 
 
 def launch(
@@ -111,17 +131,13 @@ def launch(
     declared types; ``variant`` tells whatever else the compiled code depends on: dtypes, and pointers that may not be
     aligned.
     """
-    one = Launch(kernel, programs, args, constants, options, variant)
-    one()
-    noted = _noted.get()
-    if noted is not None:
-        noted.append(one)
+    Launch(kernel, programs, args, constants, options, variant)()
 
 
 class Launch:
     """A launch that may be repeated with another number (``at``: its place among the arguments)."""
 
-    __slots__ = ("args", "at", "constants", "kernel", "key", "options", "programs", "ready", "start")
+    __slots__ = ("args", "at", "constants", "kernel", "key", "options", "places", "programs", "ready", "start")
 
     def __init__(
         self, kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], options: Any,
@@ -132,6 +148,25 @@ class Launch:
         self.at = at
         self.start: Any = None
         self.ready: list[Any] = []
+        self.places: list[tuple[int, str]] = []
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its arguments are laid out, for any number of launches."""
+        return bool(self.programs) and (self.start is not None or self._look_up())
+
+    def detach(self, names: dict[int, str]) -> list[Any]:
+        """Let go of the arguments: return those that stay, and remember the places of those with a name (by id)."""
+        first = len(self.ready) - len(self.args) - len(self.constants)
+        self.places = [(first + k, names[id(arg)]) for k, arg in enumerate(self.args) if id(arg) in names]
+        stay = [arg for arg in self.args if hasattr(arg, "data_ptr") and id(arg) not in names]
+        self.args = ()
+        return stay
+
+    def attach(self, addresses: dict[str, int]) -> None:
+        """Put other addresses where the named arguments were."""
+        for place, name in self.places:
+            self.ready[place] = addresses[name]
 
     def __call__(self, number: int | None = None) -> None:
         """Start it."""
@@ -167,58 +202,6 @@ class Launch:
             _started[self.key] = _Started(compiled)
 
 
-class Replay:
-    """Launches that ran once, to run again in the same buffers with other tensors for some of the arguments.
-
-    ``variable`` names those; everything else that the launches point to is kept, and what of it must be zero first.
-    """
-
-    def __init__(self, launches: list[Launch], variable: dict[str, Any], zeroed: tuple[Any, ...]):
-        names = {id(tensor): name for name, tensor in variable.items()}
-        self.zeroed, self.kept, self.steps = zeroed, [], []
-        for one in launches:
-            first = len(one.ready) - len(one.args) - len(one.constants)
-            places = [(first + k, names[id(arg)]) for k, arg in enumerate(one.args) if id(arg) in names]
-            self.kept += [arg for arg in one.args if hasattr(arg, "data_ptr") and id(arg) not in names]
-            self.steps.append((one.start, one.ready, places))
-            one.args = ()
-
-    @property
-    def bytes(self) -> int:
-        """What the buffers take."""
-        storages = (part.untyped_storage() for part in (*self.kept, *self.zeroed))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def __call__(self, variable: dict[str, Any], before_last: Callable[[], Any], last: int) -> Any:
-        """Run them again with these tensors, laid out as the first ones were, on the same stream.
-
-        ``before_last`` is called before the ``last`` launches, and what it returns comes back.
-        """
-        for tensor in self.zeroed:
-            tensor.zero_()
-        pointers = {name: tensor.data_ptr() for name, tensor in variable.items()}
-        result = None
-        for left, (start, ready, places) in zip(range(len(self.steps), 0, -1), self.steps, strict=True):
-            if left == last:
-                result = before_last()
-            for place, name in places:
-                ready[place] = pointers[name]
-            start(*ready)
-        return result
-
-
-def noted(work: Callable[[], Any]) -> tuple[Any, list[Launch] | None]:
-    """What ``work`` returns, and the launches that it made; None where they cannot be made again as they are."""
-    launches: list[Launch] = []
-    token = _noted.set(launches)
-    try:
-        result = work()
-    finally:
-        _noted.reset(token)
-    repeatable = all(one.programs and (one.start is not None or one._look_up()) for one in launches)
-    return result, launches if repeatable else None
-
-
 def compiling() -> bool:
     """Whether launches are recorded at present, not made."""
     return _recorded.get() is not None
@@ -241,25 +224,72 @@ class _Started:
 def compile_together(work: Callable[[], Any]) -> None:
     """Go through ``work`` without starting anything, then compile all the kernels it would start, side by side.
 
-    Most of compiling is spent in the assembler and in the C compiler that builds the launcher: other processes.
+    Most of compiling is spent where Python's lock is free, but for reading the kernel's Python code. The longest kernel
+    goes first, and nobody else reads until it has been read; meanwhile the C compiler builds its launcher.
     """
-    calls: list[Any] = []
-    token = _recorded.set(calls)
+    with ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool, _one_reader():
+        driver = others.submit(_start_driver)
+        calls: list[Any] = []
+        token = _recorded.set(calls)
+        try:
+            work()
+        finally:
+            _recorded.reset(token)
+        device = torch.cuda.current_device()
+        distinct = {(kernel, constants, options): args for kernel, args, constants, options in calls}
+        longest_first = sorted(distinct.items(), key=lambda item: -len(getattr(item[0][0], "src", "")))
+
+        def build(item: Any) -> None:
+            (kernel, constants, options), args = item
+            torch.cuda.set_device(device)
+            launcher = others.submit(_build_launcher, kernel, args)
+            driver.result()
+            compiled = kernel.warmup(*args, *constants, grid=(1,), **dict(options))
+            launcher.result()
+            getattr(compiled, "_init_handles", lambda: None)()
+
+        list(pool.map(build, longest_first))
+
+
+def _start_driver() -> None:
+    """What Triton does first on a machine: the C compiler builds its link to the card's driver."""
+    from triton.runtime import driver
+
+    with contextlib.suppress(Exception):  # whatever is wrong shows when a kernel is compiled
+        driver.active.get_current_device()
+
+
+@contextlib.contextmanager
+def _one_reader() -> Iterator[None]:
+    """Let one thread at a time turn Python code into Triton's; together they would all be as late as the last."""
+    from triton.compiler.compiler import ASTSource
+
+    lock, plain = threading.Lock(), ASTSource.make_ir
+
+    def make_ir(*args: Any, **options: Any) -> Any:
+        with lock:
+            return plain(*args, **options)
+
+    ASTSource.make_ir = make_ir
     try:
-        work()
+        yield
     finally:
-        _recorded.reset(token)
-    device = torch.cuda.current_device()
-    distinct = {(kernel, constants, options): args for kernel, args, constants, options in calls}
+        ASTSource.make_ir = plain
 
-    def build(item: Any) -> None:
-        (kernel, constants, options), args = item
-        torch.cuda.set_device(device)
-        compiled = kernel.warmup(*args, *constants, grid=(1,), **dict(options))
-        getattr(compiled, "_init_handles", lambda: None)()
 
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        list(pool.map(build, distinct.items()))
+def _build_launcher(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Build what Triton 3.6 starts a kernel with, and leave it in Triton's cache: it depends on types alone."""
+    with contextlib.suppress(Exception):  # another Triton: it builds one when the kernel is compiled
+        from triton.backends.nvidia import driver
+        from triton.runtime.jit import mangle_type
+
+        numbers = len(kernel.params) - len(args)
+        types = [one.annotation_type or mangle_type(arg) for arg, one in zip(args, kernel.params, strict=False)]
+        driver.compile_module_from_src(
+            src=driver.make_launcher({}, dict(enumerate([*types, *["constexpr"] * numbers])), None),
+            name="__triton_launcher", library_dirs=driver.library_dirs(), include_dirs=driver.include_dirs,
+            libraries=driver.libraries,
+        )  # fmt: skip
 
 
 def _thin(compiled: Any) -> bool:

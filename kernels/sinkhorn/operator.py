@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +132,12 @@ class Weighted(NamedTuple):
 
 
 class Operator:
-    """A batch of costs, ready to be reduced over its pairs. Subclasses fill in the loops."""
+    """A batch of costs, ready to be reduced over its pairs. Subclasses fill in the loops.
+
+    ``again``, after ``iterate``: how to run the same loop once more on other tensors of the same layout, or None.
+    """
+
+    again: Callable[..., Any] | None = None
 
     def __init__(self, cost: Cost, epsilon: Tensor):
         self.cost = cost
@@ -209,14 +214,15 @@ class Operator:
 
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        gap: float, inspect: Callable[[dict[str, float]], None],
+        gap: float, inspect: Callable[[dict[str, float]], None], reach: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
         """The whole loop of alternating updates in one go, or None where a kernel has no such thing.
 
         A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. ``gap`` is
-        what over-relaxation starts from, 1 for plain iterations. Returns row and column potentials, iterations, error
-        and whether it is below the tolerance, by batch element; and by look (B, looks) the error, NaN where there was
-        no look, and the gap that holds after it.
+        what over-relaxation starts from, 1 for plain iterations. ``reach`` (B, 2), infinite where binding, says what it
+        costs to miss a marginal; then values were looked at before, and ``check_every`` is 2 at least. Returns row and
+        column potentials, iterations, error and whether it is below the tolerance, by batch element; and by look
+        (B, looks) the error, NaN where there was no look, and the gap that holds after it.
         """
         return None
 

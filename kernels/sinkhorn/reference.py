@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .blocks import exact_products
 from .operator import FLOORS, Cost, Operator, Weighted
 
 
@@ -52,18 +53,18 @@ class Reference(Operator):
 
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V."""
-        return self.plan(s, t) @ values.to(self.dtype)
+        return self._product(self.plan(s, t), values)
 
     def cost_product(self, values: Tensor) -> Tensor:
         """C V."""
-        return self.matrix() @ values.to(self.dtype)
+        return self._product(self.matrix(), values)
 
     def moment(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
         """(P∘C^power) V."""
         moment = self.plan(s, t)
         for _ in range(power):
             moment = self._times_cost(moment)
-        return moment @ values.to(self.dtype)
+        return self._product(moment, values)
 
     def largest(self, t: Tensor, count: int) -> Tensor:
         """The columns with the largest t_j − C_ij/ε in each row."""
@@ -85,8 +86,12 @@ class Reference(Operator):
         if gamma:
             weights = weights + gamma * self._times_cost(plan)
         if u is not None:
-            weights = weights + (u.to(self.dtype) @ v.to(self.dtype).transpose(-1, -2)) * plan
+            weights = weights + self._product(u.to(self.dtype), v.transpose(-1, -2)) * plan
         return Weighted(self._pull_back(weights), weights.sum(-1), weights.sum(-2))
+
+    def _product(self, matrix: Tensor, values: Tensor) -> Tensor:
+        with exact_products(self.device):
+            return matrix @ values.to(self.dtype)
 
     def _times_cost(self, plan: Tensor) -> Tensor:
         return torch.where(plan == 0, plan, plan * self.matrix())

@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +25,17 @@ from . import blocks
 from .launch import (
     INTERPRETED,
     Launch,
-    Replay,
     Shape,
     compile_together,
-    compiling,
     launch,
     launch_shape,
-    noted,
     processors,
     splits_for,
 )  # fmt: skip
 from .operator import Cost, Operator, Weighted
+
+if TYPE_CHECKING:
+    from .triton_loop import InTurn, Loop
 
 LOG2E = math.log2(math.e)
 PAD = 512  # rows of prepared arrays come in multiples of this, so that no load inside a loop needs a mask
@@ -99,16 +99,6 @@ def operator(cost: Cost, epsilon: Tensor, precision: str = "high") -> Fused:
 
 
 _ready: set[Any] = set()
-MOST_REPLAYS, MOST_BYTES = 8, 64 << 20  # layouts whose buffers are kept, and how large those of one may be
-_replays: dict[Any, tuple[Replay, Tensor]] = {}  # by layout and stream; who uses one takes it out
-
-
-def _keep(key: Any, replay: tuple[Replay, Tensor]) -> None:
-    """Put launches back for the next solve of this layout on this stream; the oldest make room."""
-    _replays[key] = replay
-    while len(_replays) > MOST_REPLAYS:
-        with contextlib.suppress(StopIteration, RuntimeError):  # another thread takes some out
-            _replays.pop(next(iter(_replays)), None)
 
 
 def _get_ready(cost: Cost, epsilon: Tensor, precision: str) -> None:
@@ -158,6 +148,7 @@ class Prepared(NamedTuple):
     scratch: Tensor | None  # flags among others, zero at the start
     batch_stride: int
     variant: Any
+    launches: tuple[Launch, ...] = ()  # that prepared them
 
 
 class Fused(Operator):
@@ -208,81 +199,24 @@ class Fused(Operator):
             bias, _ = self._laid(h, None)
             u, rest = self.new(2, self.batch, rows.blocks * PAD).unbind()
             none = self.zeros(self.batch)
-            update.bind(bias, u, rest, u, rest, rest, none, rest, none)()
+            update.bind(bias, u, rest, u, rest, rest, none, rest, none, self.new(self.batch, 8).zero_())()
             inner = u[:, : rows.length]
             inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
             return inner * self.unit
 
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
-        gap: float, inspect: Callable[[dict[str, float]], None],
+        gap: float, inspect: Callable[[dict[str, float]], None], reach: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Alternate until every problem's error is below the tolerance, looking at it on the card."""
-        control = Control(max_iterations, tolerance, check_every, int(norm == "l2"), gap)
+        from . import triton_loop
+
+        control = triton_loop.Control(max_iterations, tolerance, check_every, int(norm == "l2"), gap)
         if self.batch == 0:
             nothing = (a.new_empty(0, dtype=kind) for kind in PER_PROBLEM)
             return a.new_empty(a.shape), b.new_empty(b.shape), *nothing, *a.new_empty(2, 0, control.looks)
         with on(self.device):
-            tile = fitting_tile(self, max_iterations)
-            key = None if tile is None else self._layout(a, b, f, control)
-            replay = None if key is None else _replays.pop(key, None)
-            if replay is not None:
-                return self._again(key, replay, (a, b, f), control, inspect)
-            if key is None:
-                return self._iterate(tile, Loop(self, a, b, f, control), inspect)[1]
-            (loop, result), launches = noted(lambda: self._iterate(tile, Loop(self, a, b, f, control), inspect))
-            if launches is not None:
-                kept = Replay(launches, self._variable((a, b, f), loop.outputs), (loop.notes, self.prepared.scratch))
-                if kept.bytes <= MOST_BYTES:
-                    _keep(key, (kept, loop.seen))
-            return result
-
-    def _iterate(
-        self, tile: Tile | None, loop: Loop, inspect: Callable[[dict[str, float]], None]
-    ) -> tuple[Loop, tuple[Tensor, ...]]:
-        if tile is None:
-            loop.alternate(inspect)
-            return loop, loop.finish()
-        matrix = self.prepared.kind == MATRIX
-        report = loop.report(inspect, self.prepared.rows.first.amin() if matrix else None)
-        loop.resident(tile)
-        result = loop.finish()
-        report()
-        return loop, result
-
-    def _layout(self, a: Tensor, b: Tensor, f: Tensor, control: Control) -> Any:
-        """All that launches of a resident solve depend on but addresses; None where they are not to be repeated."""
-        x, y = self.cost.x, self.cost.y
-        if x is None or y is None or self.device.type != "cuda" or compiling():
-            return None
-        if a.stride(-1) != 1 or b.stride(-1) != 1 or torch.cuda.is_current_stream_capturing():
-            return None
-        tensors = (x, y, self.exact_epsilon, a, b, f)
-        which = [id(part) for part in tensors]  # one tensor in two places is told from two tensors
-        places = tuple(
-            (part.shape, part.stride(), part.data_ptr() % 16, which.index(id(part))) for part in tensors
-        )
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        return places, x.dtype, self.device.index, stream, self.precision, control
-
-    def _variable(self, given: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        assert self.cost.x is not None and self.cost.y is not None
-        tensors = (self.cost.x, self.cost.y, self.exact_epsilon, *given, *outputs)
-        names = ("x", "y", "epsilon", "a", "b", "start", "f", "g", "iterations", "error", "converged", "errors")
-        return dict(zip(names, tensors, strict=True))
-
-    def _again(
-        self, key: Any, replay: tuple[Replay, Tensor], given: tuple[Tensor, ...], control: Control,
-        inspect: Callable[[dict[str, float]], None],
-    ) -> tuple[Tensor, ...]:
-        """A resident solve in the buffers of an earlier one."""
-        outputs = new_outputs(self, control)
-        # What was seen of the values is fetched before the loop's launch and the last one: nobody waits for those.
-        launches, seen = replay
-        read = launches(self._variable(given, outputs), lambda: report(seen, inspect, self.batch, False), 2)
-        _keep(key, replay)
-        read()
-        return *outputs[:-1], *outputs[-1].unbind()
+            return triton_loop.solve(self, a, b, f, control, inspect, reach)
 
     def new(self, *shape: int) -> Tensor:
         """An uninitialised float32 tensor."""
@@ -408,7 +342,7 @@ class Fused(Operator):
             rows.first, rows.second, columns.first, columns.second, bias, rows.half_norm, columns.half_norm, first,
             second, padded, top, total, out, prepared.slopes, programs, splits, tiles, self.batch, rows.length,
             columns.length, width, rows.blocks, columns.blocks, columns.length * width, prepared.width // 64,
-            prepared.batch_stride, *_strides(prepared),
+            prepared.batch_stride, *strides(prepared),
         )  # fmt: skip
         variant = (prepared.variant, *(part.data_ptr() % 16 for part in (total, first)))
         constants = (*self.constants, shape.rows, shape.columns, across, shape.stages, power)
@@ -454,10 +388,10 @@ class Fused(Operator):
         """KIND, D (0 where the width is only known at run time), CHUNK, PRODUCTS, UNIT and ALIGN of the kernels."""
         prepared, width = self.prepared, self.prepared.width
         held, chunk = (width, width) if width <= CHUNK else (0, 64)
-        return (prepared.kind, held, chunk, 1 if self.precision == "fast" else 3, *_alignment(prepared))
+        return (prepared.kind, held, chunk, 1 if self.precision == "fast" else 3, *alignment(prepared))
 
 
-def _alignment(prepared: Prepared) -> tuple[int, int]:
+def alignment(prepared: Prepared) -> tuple[int, int]:
     """Which stride of a matrix is 1 (UNIT: 1 rows, 2 columns, 0 none), and what the other is counted in (ALIGN)."""
     if prepared.kind != MATRIX:
         return 2, 1
@@ -469,9 +403,9 @@ def _alignment(prepared: Prepared) -> tuple[int, int]:
     return 0, int(aligned)
 
 
-def _strides(prepared: Prepared) -> tuple[int, int]:
+def strides(prepared: Prepared) -> tuple[int, int]:
     """The strides of rows and columns, counted as ``_alignment`` says."""
-    unit, align = _alignment(prepared)
+    unit, align = alignment(prepared)
     rows, columns = prepared.rows.stride, prepared.columns.stride
     return (rows, columns // align) if unit == 1 else (rows // align, columns) if unit == 2 else (rows, columns)
 
@@ -491,7 +425,7 @@ class Update:
         self.counters = op.zeros(op.batch * blocks_of_rows)
         self.sizes = (
             self.programs, rows.length, columns.length, splits, tiles, rows.blocks, columns.blocks,
-            self.prepared.width // 64, self.prepared.batch_stride, *_strides(self.prepared),
+            self.prepared.width // 64, self.prepared.batch_stride, *strides(self.prepared),
         )  # fmt: skip
         self.constants = (*op.constants, shape.rows, shape.columns, shape.stages)
         limit = (("maxnreg", shape.registers),) if shape.registers and not INTERPRETED else ()
@@ -499,7 +433,7 @@ class Update:
 
     def bind(
         self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
-        done: Tensor, gaps: Tensor, cycles: Tensor, most: int = 0, column: int = 0, first: bool = True,
+        done: Tensor, gaps: Tensor, cycles: Tensor, penalty: Tensor, most: int = 0, column: int = 0, first: bool = True,
     ) -> Launch:
         """The launch of an update from the columns' bias, to be called with the iteration.
 
@@ -510,30 +444,11 @@ class Update:
         rows, columns, slopes = self.prepared.rows, self.prepared.columns, self.prepared.slopes
         tensors = (
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
-            self.parts, self.counters, done, slopes, gaps, cycles,
+            self.parts, self.counters, done, slopes, gaps, cycles, penalty, rows.half_norm,
         )  # fmt: skip
         args, programs = (*tensors, 0, most, column, *self.sizes), self.programs * self.op.batch
         constants, variant = (*self.constants, first), self.prepared.variant
         return Launch(update, programs, args, constants, self.options, variant, at=len(tensors))
-
-
-class Control(NamedTuple):
-    """When to look, when to stop, and how far to relax."""
-
-    max_iterations: int
-    tolerance: float
-    check_every: int
-    squared: int  # whether the error is the norm "l2"
-    gap: float  # 1 for plain iterations
-
-    @property
-    def looks(self) -> int:
-        """Looks at the error that there can be."""
-        return 1 - (1 - self.max_iterations) // self.check_every
-
-    def looked_at(self, iteration: int) -> bool:
-        """Whether some problem's error may be looked at after this iteration."""
-        return (iteration - 1) % self.check_every == 0 or iteration == self.max_iterations
 
 
 class Strips:
@@ -541,21 +456,29 @@ class Strips:
 
     LONGEST = 16384  # columns
     FEWEST = 16  # rows for each multiprocessor
-    THREADS = 512  # of a multiprocessor, so that each may use 128 registers
-    # Rows of a strip, warps of a program, and whether the next strip is fetched ahead.
-    SHAPES: ClassVar = {MATRIX: (1, 8, False), FMA: (1, 8, False)}
+    UNIFORM = 32  # coordinates of a strip's rows that lie in registers of their own
+    # Rows of a strip at most, warps of a program, programs of a multiprocessor, and registers of a thread.
+    SHAPES: ClassVar = {MATRIX: (1, 8, 2, 128), FMA: (8, 8, 1, 255)}
+    LONG = 12288  # columns, and what suits more of them
+    LONG_SHAPES: ClassVar = {MATRIX: (2, 8, 1, 255), FMA: (4, 16, 1, 128)}
 
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared
         prepared, rows, columns = op.prepared, op.prepared.rows, op.prepared.columns
-        self.rows, self.warps, self.ahead = self.SHAPES[prepared.kind]
+        chosen = self.SHAPES if columns.length <= self.LONG else self.LONG_SHAPES
+        self.rows, self.warps, resident, self.registers = chosen[prepared.kind]
         while columns.length <= 128 * self.warps * 2 and self.warps > 4:
-            self.warps //= 2
-        pieces = -(-columns.length // (128 * self.warps))
-        self.first = 1 << (pieces.bit_length() - 1)
+            self.warps, resident = self.warps // 2, 2 * resident
+        pieces, padded = -(-columns.length // (128 * self.warps)), columns.blocks * PAD
+        self.first = 1 << max(1, min(pieces - 1, padded // (128 * self.warps))).bit_length() - 1  # without a mask
         self.second = 1 << (max(1, pieces - self.first) - 1).bit_length()
-        strips, places = -(-rows.length // self.rows), processors(op.device) * (self.THREADS // 32 // self.warps)
-        self.programs = max(1, min(strips, places // op.batch))
+        held = 4 * (self.first + self.second)  # numbers of a row in each thread; most registers are theirs
+        most = min(self.registers * 5 // 6 // held - 1, self.UNIFORM // prepared.width)
+        while self.rows > max(1, most):
+            self.rows //= 2
+        strips, places = -(-rows.length // self.rows), processors(op.device) * resident
+        self.each = -(-strips // max(1, min(strips, places // op.batch)))
+        self.programs = -(-strips // self.each)
         self.parts = op.new(op.batch * self.programs * columns.blocks * PAD)
         numbers = (prepared.batch_stride, rows.stride, columns.length)
         self.align = 8 if prepared.kind == MATRIX and not any(number % 8 for number in numbers) else 1
@@ -565,224 +488,48 @@ class Strips:
     def fit(cls, op: Fused) -> bool:
         """Whether a row fits into one program, and there are rows enough for all."""
         prepared = op.prepared
-        if prepared.kind == DOT or (prepared.kind == MATRIX and _alignment(prepared)[0] != 2):
+        if prepared.kind == DOT or (prepared.kind == MATRIX and alignment(prepared)[0] != 2):
             return False
         enough = cls.FEWEST * processors(op.device)
         return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= enough
 
-    def bind(self, loop: Loop, before: Tensor, after: Tensor) -> Callable[[int], None]:
+    def bind(self, loop: Loop, before: Tensor, after: Tensor) -> InTurn:
         """Launches that update rows, then columns from ``before`` to ``after``, to be called with the iteration."""
         from .triton_kernels import gather, strip
+        from .triton_loop import InTurn
 
         op, prepared, most = self.op, self.prepared, loop.control.max_iterations
         rows, columns = prepared.rows, prepared.columns
         tensors: tuple[Tensor, ...] = (
             rows.first, columns.first, loop.column_bias, loop.u, loop.log_a, loop.u, loop.row_bias, self.parts,
-            loop.done, prepared.slopes, loop.gaps, loop.cycles,
+            loop.done, prepared.slopes, loop.gaps, loop.cycles, loop.penalty,
         )  # fmt: skip
         strides = (self.batch_stride, self.stride)
-        sizes: tuple[int, ...] = (self.programs, rows.length, self.length, rows.blocks, columns.blocks, *strides)
-        limit = () if INTERPRETED else (("maxnreg", REGISTERS),)
+        sizes: tuple[int, ...] = (
+            self.programs, self.each, rows.length, self.length, rows.blocks, columns.blocks, *strides,
+        )  # fmt: skip
+        limit = () if INTERPRETED else (("maxnreg", self.registers),)
         options = (("num_warps", self.warps), ("num_stages", 1), *limit)
         constants = (*op.constants[:2], self.align)
         first = Launch(
             strip, self.programs * op.batch, (*tensors, 0, most, *sizes),
-            (*constants, self.rows, self.first, self.second, 128 * self.warps, self.ahead), options, prepared.variant,
+            (*constants, self.rows, self.first, self.second, 128 * self.warps), options, prepared.variant,
             at=len(tensors),
         )  # fmt: skip
         blocks_of_columns = -(-columns.length // 32)
         tensors = (
             rows.first, columns.first, self.parts, loop.row_bias, before, loop.log_b, after, loop.column_bias,
-            loop.ratio, loop.done, prepared.slopes, loop.gaps, loop.cycles,
+            loop.ratio, loop.done, prepared.slopes, loop.gaps, loop.cycles, loop.penalty,
         )  # fmt: skip
         sizes = (
             blocks_of_columns, columns.length, rows.length, self.programs, columns.blocks, rows.blocks,
             loop.control.check_every, *strides,
         )  # fmt: skip
         then = Launch(
-            gather, blocks_of_columns * op.batch, (*tensors, 0, most, *sizes), (*constants, 32, 64), PRODUCT_OPTIONS,
+            gather, blocks_of_columns * op.batch, (*tensors, 0, most, *sizes), (*constants, 32, 128), PRODUCT_OPTIONS,
             prepared.variant, at=len(tensors),
         )  # fmt: skip
-        return _in_turn(first, then)
-
-
-class Loop:
-    """One loop's state on the card: base-2 potentials, biases, partial sums and flags."""
-
-    def __init__(self, op: Fused, a: Tensor, b: Tensor, f: Tensor, control: Control):
-        self.op, self.prepared, self.control = op, op.prepared, control
-        self.b = b if b.stride(-1) == 1 else b.contiguous()
-        rows, columns, batch = self.prepared.rows, self.prepared.columns, op.batch
-        self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * PAD).unbind()
-        self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * PAD).unbind()
-        self.notes, *notes = _zeros(op.device, batch)
-        self.seen, self.done, self.iterations, self.counters, self.gaps, self.cycles = notes
-        self.outputs = new_outputs(op, control)
-        self.error, self.errors = self.outputs[3], self.outputs[5]
-        self._start(a if a.stride(-1) == 1 else a.contiguous(), f)
-
-    def _start(self, a: Tensor, f: Tensor) -> None:
-        from .triton_kernels import start
-
-        rows, columns, epsilon = self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
-        args = (
-            a, self.b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.seen,
-            self.done if self.prepared.kind == MATRIX else self.prepared.flags, self.gaps, self.cycles, self.errors,
-            self.control.gap, self.control.check_every, self.control.looks, rows.blocks + columns.blocks,
-            self.op.batch, rows.length, columns.length, rows.blocks, columns.blocks, a.stride(0), self.b.stride(0),
-            *f.stride(), epsilon.stride(0),
-        )  # fmt: skip
-        variant = tuple(tensor.data_ptr() % 16 for tensor in (a, self.b, f, epsilon))
-        programs = (rows.blocks + columns.blocks) * self.op.batch
-        launch(start, programs, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
-
-    def report(self, inspect: Callable[[dict[str, float]], None], lowest: Tensor | None) -> Callable[[], None]:
-        """Fetch what was seen of the values while the card goes on; the result hands it to ``inspect``.
-
-        ``lowest`` is NaN or −inf where a matrix holds such costs.
-        """
-        seen = self.seen if lowest is None else torch.cat((self.seen, lowest.double().reshape(1)))
-        return report(seen, inspect, self.op.batch, lowest is not None)
-
-    def alternate(self, inspect: Callable[[dict[str, float]], None]) -> None:
-        """Two launches an iteration, until all problems are done; the host looks one check behind the card."""
-        control, polled = self.control, None
-        first, steps = self._steps()
-        first(0)
-        # The first potentials have met every cost: NaN and −inf show in them, without another pass over a matrix.
-        lowest = self.v[1][:, : self.prepared.columns.length].amin() if self.prepared.kind == MATRIX else None
-        report, check = self.report(inspect, lowest), self._check()
-        for k in range(1, control.max_iterations + 1):
-            steps[min(k, 2 + k % 2)](k)
-            if k == 1:
-                report()
-            if control.looked_at(k):
-                check(k)
-                if polled is not None and polled():
-                    break
-                polled = self._poll() if control.tolerance > 0 else None
-        self.parity = True
-
-    def _steps(self) -> tuple[Launch, tuple[Any, ...]]:
-        """The first column update; and what iteration 1, even and odd ones launch, as a tuple with places 1, 2, 3."""
-        rows, columns, most = Update(self.op), Update(self.op.T), self.control.max_iterations
-        state, v = (self.done, self.gaps, self.cycles), self.v
-        ends = (self.column_bias, self.ratio, *state)
-        begin = columns.bind(self.row_bias, v[1], self.log_b, v[1], *ends)
-        to_rows = (self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, *state, most)
-        forth, back = (columns.bind(self.row_bias, v[i], self.log_b, v[1 - i], *ends, most, 1, False) for i in (1, 0))
-        first = _in_turn(rows.bind(*to_rows), forth)
-        if Strips.fit(self.op):
-            strips = Strips(self.op)
-            return begin, (None, first, strips.bind(self, v[0], v[1]), strips.bind(self, v[1], v[0]))
-        again = rows.bind(*to_rows, 0, False)
-        return begin, (None, first, _in_turn(again, back), _in_turn(again, forth))
-
-    def _check(self) -> Launch:
-        from .triton_kernels import check
-
-        columns, control = self.prepared.columns, self.control
-        tensors = (self.ratio, self.b, self.done, self.iterations, self.error, self.gaps, self.cycles, self.errors)
-        numbers = (
-            0, control.max_iterations, control.check_every, control.looks, self.op.batch, control.tolerance,
-            columns.length, columns.blocks, self.b.stride(0), control.squared,
-        )  # fmt: skip
-        variant, options = self.b.data_ptr() % 16, (("num_warps", 4),)
-        return Launch(check, self.op.batch, (*tensors, *numbers), (1024,), options, variant, at=len(tensors))
-
-    def _poll(self) -> Callable[[], bool] | None:
-        """Ask whether all are done, to be answered later."""
-        if self.op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        host, ready = to_host(self.done)
-
-        def answer() -> bool:
-            if ready is not None:
-                ready.synchronize()
-            return bool(host.all())
-
-        return answer
-
-    def resident(self, tile: Tile) -> None:
-        """The whole loop in one launch."""
-        from .triton_kernels import resident
-
-        op, prepared, control = self.op, self.prepared, self.control
-        rows, columns = prepared.rows, prepared.columns
-        tiles_q, tiles_k = -(-rows.length // tile.rows), -(-columns.length // tile.columns)
-        row_parts = op.new(op.batch, tiles_k, rows.blocks * PAD)
-        column_parts = op.new(op.batch, tiles_q, columns.blocks * PAD)
-        error_parts = op.new(op.batch, tiles_k)
-        args = (
-            rows.first, rows.second, columns.first, columns.second, self.row_bias, self.log_a, self.log_b, self.b,
-            self.u, self.v[0], self.iterations, self.error, row_parts, column_parts, error_parts, self.counters,
-            prepared.slopes, self.gaps, self.errors, control.looks, op.batch, rows.length, columns.length, tiles_q,
-            tiles_k, control.max_iterations, control.check_every, control.tolerance, rows.blocks, columns.blocks,
-            self.b.stride(0), prepared.width // 64, prepared.batch_stride, *_strides(prepared), control.squared,
-        )  # fmt: skip
-        count = FEW_TILES if max(tiles_q, tiles_k) <= FEW_TILES else MOST_TILES
-        constants = (*op.constants, tile.rows, tile.columns, count)
-        options = [("num_warps", tile.warps), ("num_stages", 2)]
-        if not INTERPRETED:
-            options.append(("launch_cooperative_grid", True))
-            if op.batch * tiles_q * tiles_k > processors(op.device) * tile.resident // 2:
-                options.append(("maxnreg", REGISTERS))
-        variant = (prepared.variant, self.b.data_ptr() % 16)
-        launch(resident, op.batch * tiles_q * tiles_k, args, constants, tuple(options), variant)
-        self.parity = False
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """Potentials, iterations, error and whether it is below the tolerance; errors and gaps at every look."""
-        from .triton_kernels import finish
-
-        op, rows, columns, epsilon = self.op, self.prepared.rows, self.prepared.columns, self.op.exact_epsilon
-        f, g, iterations, error, converged, errors = self.outputs
-        other = self.v[0].numel() if self.parity else 0
-        args = (
-            self.u, self.v[0], rows.half_norm, columns.half_norm, epsilon, self.iterations, error, f, g,
-            iterations, converged, rows.blocks + columns.blocks, rows.length, columns.length, rows.blocks,
-            columns.blocks, other, epsilon.stride(0), self.control.tolerance,
-        )  # fmt: skip
-        variant, programs = epsilon.data_ptr() % 16, (rows.blocks + columns.blocks) * op.batch
-        launch(finish, programs, args, (self.prepared.kind == DOT, BLOCK), (("num_warps", 4),), variant)
-        return f, g, iterations, error, converged, *errors.unbind()
-
-
-def new_outputs(op: Fused, control: Control) -> tuple[Tensor, ...]:
-    """f, g, iterations, error, converged, and errors with gaps (2, B, looks), to be filled."""
-    f, g = op.new(op.batch, op.rows), op.new(op.batch, op.columns)
-    iterations = torch.empty(op.batch, device=op.device, dtype=torch.int64)
-    converged = torch.empty(op.batch, device=op.device, dtype=torch.bool)
-    return f, g, iterations, op.new(op.batch), converged, op.new(2, op.batch, control.looks)
-
-
-def report(
-    seen: Tensor, inspect: Callable[[dict[str, float]], None], batch: int, matrix: bool
-) -> Callable[[], None]:
-    """Fetch what kernels saw of the values while the card goes on; the result hands it to ``inspect``.
-
-    While a CUDA graph is captured nothing can be fetched, and nothing is inspected.
-    """
-    if seen.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return lambda: None
-    host, ready = to_host(seen)
-
-    def read() -> None:
-        if ready is not None:
-            ready.synchronize()
-        inspect(values_seen(host.tolist(), batch, matrix))
-
-    return read
-
-
-def _in_turn(first: Launch, then: Launch) -> Callable[[int], None]:
-    """Two launches, one after the other, of the same iteration."""
-
-    def both(iteration: int) -> None:
-        first(iteration)
-        then(iteration)
-
-    return both
+        return InTurn(first, then)
 
 
 def fitting_tile(op: Fused, max_iterations: int) -> Tile | None:
@@ -800,46 +547,6 @@ def fitting_tile(op: Fused, max_iterations: int) -> Tile | None:
         if max(along) <= MOST_TILES and count <= slots and 3 * math.prod(along) * max_iterations < 1 << 31:
             return tile  # programs count their meetings in 32 bits
     return None
-
-
-def to_host(found: Tensor) -> tuple[Tensor, Any]:
-    """Copy to the host while the card goes on; the event tells when it is there."""
-    if found.device.type != "cuda":
-        return found.clone(), None
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-    host.copy_(found, non_blocking=True)
-    ready = torch.cuda.Event()
-    # Without its device named, torch asks the driver first whether there are any: up to a millisecond of a busy one.
-    ready.record(torch.cuda.current_stream(found.device))
-    return host, ready
-
-
-def _zeros(device: torch.device, batch: int) -> tuple[Tensor, ...]:
-    """What a loop counts and notes, in one allocation, and that as a whole first.
-
-    Values seen (float64); done, iterations and meetings (int32); per problem the gap and the last error (float32), and
-    the cycle and the last look (int32).
-    """
-    sizes = (2 * (4 + 3 * batch), batch, batch, batch, 2 * batch, 2 * batch)
-    whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-    seen, *counts, gaps, cycles = whole.split(sizes)
-    return whole, seen.view(torch.float64), *counts, gaps.view(torch.float32), cycles
-
-
-def values_seen(numbers: list[float], batch: int, matrix: bool) -> dict[str, float]:
-    """What the kernels saw of the values, under the names that the operation judges them by."""
-    flags, masses, epsilons = numbers[:4], numbers[4 : 4 + 2 * batch], numbers[4 + 2 * batch : 4 + 3 * batch]
-    pairs = list(zip(masses[::2], masses[1::2], strict=True))
-    nan = math.nan
-    seen = {"epsilon": next((value for value in epsilons if not 0 < value < math.inf), epsilons[0])}
-    if matrix:
-        seen["M"] = numbers[-1]
-    else:
-        seen |= {"x": nan if flags[0] else 0.0, "y": nan if flags[1] else 0.0}
-    seen |= {"a": nan if flags[2] else 0.0, "b": nan if flags[3] else 0.0}
-    seen |= {"mass of a": min(first for first, _ in pairs), "mass of b": min(second for _, second in pairs)}
-    seen["mass"] = max(abs(second / first - 1) if first else nan for first, second in pairs)
-    return seen
 
 
 def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
@@ -861,14 +568,16 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
     programs = (rows.blocks + columns.blocks) * (PAD // block)
     chunk = min(64, width) if kind == DOT else 1 << (d - 1).bit_length()
     variant = (x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, epsilon.data_ptr() % 16)
+    launches = []
     for again in range(2 if kind == DOT else 1):
         args = (
             x, y, epsilon, rows.first, rows.second, columns.first, columns.second, rows.half_norm, columns.half_norm,
             slopes, extents, flags, programs, rows.length, columns.length, rows.blocks, columns.blocks, d, width, again,
             *x.stride(), *y.stride(), epsilon.stride(0),
         )  # fmt: skip
-        launch(kernel, programs * batch, args, (kind, chunk, block), (("num_warps", 4),), variant)
-    return Prepared(kind, width, rows, columns, slopes, flags, scratch, 0, kind)
+        launches.append(Launch(kernel, programs * batch, args, (kind, chunk, block), (("num_warps", 4),), variant))
+        launches[-1]()
+    return Prepared(kind, width, rows, columns, slopes, flags, scratch, 0, kind, tuple(launches))
 
 
 def padded_width(d: int) -> int:
@@ -887,11 +596,15 @@ def _empty_side(points: Tensor, kind: int, width: int) -> Side:
     return Side(halves[0], halves[1], norms, count, blocks_of, 1)
 
 
+def slopes_of(epsilon: Tensor) -> Tensor:
+    """What entries of matrices are multiplied by."""
+    return (-LOG2E / epsilon).float()
+
+
 def _prepare_matrix(matrix: Tensor, epsilon: Tensor) -> Prepared:
     batch_stride, *strides = matrix.stride()
     rows, columns = (
         Side(matrix, matrix, matrix, count, -(-count // PAD), stride)
         for count, stride in zip(matrix.shape[1:], strides, strict=True)
     )
-    slopes = (-LOG2E / epsilon).float()
-    return Prepared(MATRIX, 1, rows, columns, slopes, None, None, batch_stride, (MATRIX, matrix.dtype))
+    return Prepared(MATRIX, 1, rows, columns, slopes_of(epsilon), None, None, batch_stride, (MATRIX, matrix.dtype))

@@ -16,6 +16,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .launch import INTERPRETED
+
 
 def kernel(function: Any) -> Any:
     """Compile for any value of the declared numbers: nothing is assumed of what divides them, nothing is compiled
@@ -24,6 +26,10 @@ def kernel(function: Any) -> Any:
     return triton.jit(function, do_not_specialize=numbers)
 
 
+INTERPRETED_HERE = tl.constexpr(INTERPRETED)
+# Eight numbers of a problem whose marginals may be missed, zero where they are binding: ε/(ρ + ε) and ε/ρ of rows and
+# columns, the least gap, and whether any of this is so.
+SLACK, RATE, FLOOR, MISSED = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), tl.constexpr(5)
 DOT = tl.constexpr(0)
 FMA = tl.constexpr(1)
 MATRIX = tl.constexpr(2)
@@ -62,19 +68,31 @@ def middle(x, y, n, m, dims, inside, stride_x, stride_y, stride_dx, stride_dy):
 
 
 @triton.jit
+def log_2(x):
+    """log₂ as the hardware has it, wrong by less than 2^-22 of the result or, near 1, by as much; no denormals."""
+    if INTERPRETED_HERE:
+        out = tl.log2(x)
+    else:
+        out = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return out
+
+
+@triton.jit
 def is_look(iteration, cycle, last, most):
     """Whether the error is looked at after this iteration."""
     return (iteration == 1) | (iteration == last + cycle) | (iteration == most)
 
 
 @triton.jit
-def relaxation(gap, cycle, last, iteration, most, column):
+def relaxation(gap, cycle, last, iteration, most, column, translated):
     """The factor of one half step, of rows (``column`` 0) or of the columns after them (1): ω of ``acceleration.py``.
 
-    A gap of 1 makes every factor 1. The row update that is looked at is plain; the column update after it goes by the
-    gap from before the look.
+    A gap of 1 makes every factor 1. The row update that is looked at is plain, and so are the columns before it where
+    potentials are ``translated`` then; the column update after it goes by the gap from before the look.
     """
     look = is_look(iteration, cycle, last, most)
+    next_one = is_look(iteration + 1, cycle, tl.where(look, iteration, last), most)
+    gap = tl.where((column == 1) & (translated > 0) & next_one, 1.0, gap)
     steps = 2 * (iteration - tl.where(look, iteration, last)) + column
     q = (1.0 - gap) / (1.0 + gap)
     power = tl.exp2(steps * tl.log2(tl.maximum(q, 1e-30)))
@@ -90,13 +108,22 @@ def relaxed(before, target, factor, log_weight):
     """
     change = target - before
     more = (factor - 1.0) * change
-    more = tl.where(change > 0, tl.minimum(more, tl.log2(1.0 + change * 0.6931471805599453)), more)
+    more = tl.where(change > 0, tl.minimum(more, log_2(1.0 + change * 0.6931471805599453)), more)
     free = (log_weight > float("-inf")) & (tl.abs(change) < float("inf"))
     return tl.where(free, target + more, target)
 
 
 @triton.jit
-def next_gap(gap, cycle, before, error, iteration, check_every):
+def damped(softmin, norm, slack):
+    """Where a potential goes whose marginal may be missed: the softmin less ``slack`` = ε/(ρ + ε) of all of it.
+
+    ``norm`` is what the potential in base 2 lacks; it counts here.
+    """
+    return tl.where(tl.abs(softmin) < float("inf"), softmin - slack * (softmin + norm), softmin)
+
+
+@triton.jit
+def next_gap(gap, cycle, before, error, iteration, check_every, floor):
     """The gap and the cycle that follow from the error at a look and the one before: ``acceleration.py`` says how.
 
     In logarithms, since Chebyshev polynomials outgrow float32.
@@ -112,7 +139,8 @@ def next_gap(gap, cycle, before, error, iteration, check_every):
     shorter = (cycle > check_every) & enough
     other = tl.where(longer, 2 * cycle, tl.where(shorter, cycle // 2, cycle))
     known = before > 0.0
-    return tl.where(known, tl.maximum(following, least_gap(other)), gap), tl.where(known, other, cycle)
+    following = tl.maximum(tl.maximum(following, least_gap(other)), floor)
+    return tl.where(known, following, gap), tl.where(known, other, cycle)
 
 
 @triton.jit
@@ -209,7 +237,7 @@ def prepare(
 
 @kernel
 def start(
-    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles, errors,
+    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles, errors, penalty,
     gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32, n: tl.int32,
     m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64,
     stride_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
@@ -221,7 +249,7 @@ def start(
     b, block = place(programs)
     if block == 0:
         tl.store(seen + 4 + 2 * batch + b, tl.load(epsilon + b * stride_epsilon).to(tl.float64))
-        tl.store(gaps + 2 * b, gap)
+        tl.store(gaps + 2 * b, tl.maximum(gap, tl.load(penalty + 8 * b + FLOOR)))
         tl.store(cycles + 2 * b, check_every)
         blank = tl.full([BLOCK], 1.0, tl.float32)
         for first in range(0, looks, BLOCK):
@@ -255,13 +283,76 @@ def start(
         tl.store(seen + 2 + side, 1.0)
 
 
+@triton.jit
+def log_mass(log_weight, bias, norm, rate, count, NORMS: tl.constexpr, BLOCK: tl.constexpr):
+    """log₂ Σ a_i 2^(−rate f_i) of one problem's side, given log₂ a and log₂ a + f."""
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, count, BLOCK):
+        at = start + lanes
+        weight = tl.load(log_weight + at, mask=at < count, other=float("-inf"))
+        lost = tl.load(bias + at, mask=at < count, other=0.0) - weight
+        if NORMS:
+            lost += tl.load(norm + at)
+        massive = weight > float("-inf")
+        t = tl.where(massive, weight.to(tl.float64) - rate * lost.to(tl.float64), float("-inf"))
+        higher = tl.maximum(top, t)
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(top - pivot) + tl.exp2(t - pivot)
+        top = higher
+    highest = tl.max(top, 0)
+    return highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))
+
+
+@kernel
+def translate(
+    u, v, log_a, log_b, row_bias, column_bias, norm_q, norm_k, penalty, done, cycles, iteration: tl.int32,
+    most: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64,
+    NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Before an iteration that is looked at: move f up and g down by the same, as far as is best for the dual.
+
+    That is κ = (log ⟨a, e^(−f/ρ₁)⟩ − log ⟨b, e^(−g/ρ₂)⟩) ρ₁ρ₂/(ρ₁ + ρ₂), summed in float64: it is a small difference.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    if tl.load(done + b) != 0:
+        return
+    if is_look(iteration, tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1), most) == 0:
+        return
+    rate_q, rate_k = tl.load(penalty + 8 * b + RATE), tl.load(penalty + 8 * b + RATE + 1)
+    if rate_q + rate_k == 0.0:
+        return
+    q, k = b * blocks_q * PAD, b * blocks_k * PAD
+    rows = log_mass(log_a + q, row_bias + q, norm_q + q, rate_q, n, NORMS, BLOCK)
+    columns = log_mass(log_b + k, column_bias + k, norm_k + k, rate_k, m, NORMS, BLOCK)
+    shift = ((rows - columns) / (rate_q.to(tl.float64) + rate_k.to(tl.float64))).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        tl.store(u + q + at, tl.load(u + q + at, mask=at < n) + shift, mask=at < n)
+    v += (iteration % 2) * other + k
+    slack = tl.load(penalty + 8 * b + SLACK + 1)
+    tl.debug_barrier()
+    for start in range(0, m, BLOCK):
+        at = start + lanes
+        massive = tl.load(log_b + k + at, mask=at < m, other=0.0) > float("-inf")
+        own = tl.where(massive, shift, shift * (1.0 - slack))  # without mass nothing is moved: it follows from f alone
+        tl.store(v + at, tl.load(v + at, mask=at < m) - own, mask=at < m)
+        tl.store(column_bias + k + at, tl.load(column_bias + k + at, mask=at < m) - shift, mask=at < m)
+
+
 @kernel
 def finish(
-    u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged, programs: tl.int32,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, other: tl.int64, stride_epsilon: tl.int64,
-    tolerance: tl.float32, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged, seen, scratch, done,
+    turns, gaps, cycles, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
+    other: tl.int64, stride_epsilon: tl.int64, tolerance: tl.float32, batch: tl.int32, NORMS: tl.constexpr,
+    FLAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations."""
+    """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations.
+
+    What the loop noted is zero again afterwards, for the next one.
+    """
     b, block = place(programs)
     unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
     ran = tl.load(iterations + b)
@@ -282,6 +373,19 @@ def finish(
     if block == 0:
         tl.store(iterations_out + b, ran.to(tl.int64))
         tl.store(converged + b, tl.load(error + b) < tolerance)
+        tl.store(done + b, 0)
+        tl.store(turns + b, tl.load(turns + b) + 2 * ran + 2)
+        pair = tl.arange(0, 2)
+        tl.store(seen + 4 + 2 * b + pair, tl.zeros([2], tl.float64))
+        tl.store(gaps + 2 * b + pair, tl.zeros([2], tl.float32))
+        tl.store(cycles + 2 * b + pair, tl.zeros([2], tl.int32))
+        if FLAGS:
+            tl.store(scratch + 4 + b, 0)
+        if b == 0:
+            four = tl.arange(0, 4)
+            tl.store(seen + four, tl.zeros([4], tl.float64))
+            if FLAGS:
+                tl.store(scratch + four, tl.zeros([4], tl.int32))
 
 
 @triton.jit
@@ -347,8 +451,8 @@ def row_sums(
 ):
     """(t_i, s_i) with Σ_j 2^(S_ij + bias_j) = s_i 2^t_i over the columns first … last.
 
-    Around t = −u, the previous potential, or around the running maximum (TRACK). A row sum of a bad stabiliser shows:
-    it leaves (TINY, HUGE).
+    Around t = −u, the previous potential, or around the maximum (TRACK). A row sum of a bad stabiliser shows: it leaves
+    (TINY, HUGE).
     """
     BLOCK_M: tl.constexpr = rows.shape[0]
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -374,10 +478,23 @@ def row_sums(
         x7 = coordinate(q1, rows, pad_q, 7, D)
     # Only the innermost loop is worth a pipeline: over columns, or over coordinates where they do not fit at once.
     DEPTH: tl.constexpr = STAGES if KIND != DOT or D > 0 else 1
+    if TRACK:
+        if KIND != DOT:  # the maximum first, by column too: to meet once is cheaper than to meet in every tile
+            highest = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+            for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
+                cols = start + tl.arange(0, BLOCK_N)
+                base = tl.load(bias + cols)[None, :]
+                if KIND == FMA:
+                    t = fma_tile(base, x0, x1, x2, x3, x4, x5, x6, x7, k1, cols, pad_k, D)
+                else:
+                    t = matrix_tile(q1, rows, cols, n, m, stride_q, stride_k, slope, base)
+                highest = tl.maximum(highest, t)
+            top = tl.max(highest, 1)
+            u = tl.where(top == float("-inf"), 0.0, -top)
     for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
         cols = start + tl.arange(0, BLOCK_N)
         base = tl.load(bias + cols)[None, :]
-        if not TRACK:
+        if KIND != DOT or not TRACK:
             base = base + u[:, None]
         if KIND == DOT:
             if D > 0:
@@ -395,22 +512,27 @@ def row_sums(
         elif KIND == FMA:
             t = fma_tile(base, x0, x1, x2, x3, x4, x5, x6, x7, k1, cols, pad_k, D)
         else:
-            where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
-            cost = tl.load(q1 + where, mask=(rows[:, None] < n) & (cols[None, :] < m), other=0.0)
-            t = cost.to(tl.float32) * slope + base
-        if TRACK:
+            t = matrix_tile(q1, rows, cols, n, m, stride_q, stride_k, slope, base)
+        if KIND != DOT:
+            spread += tl.exp2(t)
+        elif TRACK:
             higher = tl.maximum(top, tl.max(t, 1))
             pivot = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp2(top - pivot) + tl.sum(tl.exp2(t - pivot[:, None]), 1)
             top = higher
-        elif KIND == DOT:
-            total += tl.sum(tl.exp2(t), 1)
         else:
-            spread += tl.exp2(t)
+            total += tl.sum(tl.exp2(t), 1)
     if KIND != DOT:
-        if not TRACK:
-            total = tl.sum(spread, 1)
+        total = tl.sum(spread, 1)
     return top, total
+
+
+@triton.jit
+def matrix_tile(q1, rows, cols, n, m, stride_q, stride_k, slope, base):
+    """S of a matrix' tile, added to ``base``."""
+    where = rows[:, None].to(tl.int64) * stride_q + cols[None, :].to(tl.int64) * stride_k
+    cost = tl.load(q1 + where, mask=(rows[:, None] < n) & (cols[None, :] < m), other=0.0)
+    return cost.to(tl.float32) * slope + base
 
 
 @triton.jit
@@ -471,20 +593,20 @@ def known_strides(stride_q, stride_k, UNIT: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def merge(top, total, other_top, other_total):
-    """Add two sums that are taken around different tops."""
-    higher = tl.maximum(tl.where(total > 0, top, float("-inf")), tl.where(other_total > 0, other_top, float("-inf")))
+    """Add two sums that are taken around different tops; a NaN stays one."""
+    higher = tl.maximum(tl.where(total == 0, float("-inf"), top), tl.where(other_total == 0, float("-inf"), other_top))
     pivot = tl.where(higher == float("-inf"), 0.0, higher)
-    first = tl.where(total > 0, total * tl.exp2(top - pivot), 0.0)
-    second = tl.where(other_total > 0, other_total * tl.exp2(other_top - pivot), 0.0)
+    first = tl.where(total == 0, 0.0, total * tl.exp2(top - pivot))
+    second = tl.where(other_total == 0, 0.0, other_total * tl.exp2(other_top - pivot))
     return pivot, first + second
 
 
 @kernel
 def update(
     q1, q2, k1, k2, bias, u_in, log_weight, u_out, bias_out, ratio_out, parts, counters, done, slopes, gaps, cycles,
-    iteration: tl.int32, most: tl.int32, column: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32,
-    splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, chunks: tl.int32, batch: tl.int64,
-    stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    penalty, norm_q, iteration: tl.int32, most: tl.int32, column: tl.int32, programs: tl.int32, n: tl.int32,
+    m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, chunks: tl.int32,
+    batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FIRST: tl.constexpr,
 ):
@@ -541,65 +663,73 @@ def update(
     weight = tl.load(log_weight + at)
     if not FIRST:
         tl.store(ratio_out + at, tl.exp2(u - after), mask=rows < n)
+    norm = tl.load(norm_q + at) if KIND == DOT else 0.0
+    after = damped(after, norm, tl.load(penalty + 8 * b + SLACK + column))
+    if not FIRST:
         cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-        factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, column)
+        missed = tl.load(penalty + 8 * b + MISSED)
+        factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, column, missed)
         after = relaxed(u, after, factor, weight)
     tl.store(u_out + at, after, mask=rows < n)
     tl.store(bias_out + at, tl.where(weight == float("-inf"), weight, after + weight), mask=rows < n)
 
 
 @triton.jit
-def strip_axis(acc, x, k1, cols, padded, K: tl.constexpr, D: tl.constexpr):
-    """acc − (x_k − y_k)², nothing beyond the last coordinate."""
-    if K < D:
-        apart = x[:, None, None] - tl.load(k1 + K * padded + cols, mask=cols < padded, other=0.0)
-        acc = acc - apart * apart
-    return acc
+def strip_axis(acc, x, y, cols, padded, MASKED: tl.constexpr):
+    """acc − (x_k − y_k)² along one axis."""
+    if MASKED:
+        apart = x[:, None, None] - tl.load(y + cols, mask=cols < padded, other=0.0)
+    else:
+        apart = x[:, None, None] - tl.load(y + cols)
+    return acc - apart * apart
 
 
 @triton.jit
 def strip_scores(
-    held, x0, x1, x2, x3, x4, x5, x6, x7, bias, u, k1, cols, padded, slope, KIND: tl.constexpr, D: tl.constexpr
+    q1, rows, step, n, m, x0, x1, x2, x3, x4, x5, x6, x7, bias, u, k1, cols, padded, slope, KIND: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """S + bias + u of some whole rows: of costs that were fetched before (MATRIX), or from coordinates (FMA)."""
-    t = tl.load(bias + cols, mask=cols < padded, other=float("-inf")) + u[:, None, None]
-    if KIND == MATRIX:
-        t = held.to(tl.float32) * slope + t
+    """S + bias + u of some rows: of costs (MATRIX), or from coordinates (FMA). MASKED: some columns are not padded."""
+    if MASKED:
+        base = tl.load(bias + cols, mask=cols < padded, other=float("-inf"))
     else:
-        t = strip_axis(t, x0, k1, cols, padded, 0, D)
-        t = strip_axis(t, x1, k1, cols, padded, 1, D)
-        t = strip_axis(t, x2, k1, cols, padded, 2, D)
-        t = strip_axis(t, x3, k1, cols, padded, 3, D)
-        t = strip_axis(t, x4, k1, cols, padded, 4, D)
-        t = strip_axis(t, x5, k1, cols, padded, 5, D)
-        t = strip_axis(t, x6, k1, cols, padded, 6, D)
-        t = strip_axis(t, x7, k1, cols, padded, 7, D)
+        base = tl.load(bias + cols)
+    t = base + u[:, None, None]
+    if KIND == MATRIX:
+        where = tl.minimum(rows, n - 1)[:, None, None].to(tl.int64) * step + cols
+        cost = tl.load(q1 + where, mask=cols < m, other=0.0, eviction_policy="evict_first")
+        t = cost.to(tl.float32) * slope + t
+    else:
+        t = strip_axis(t, x0, k1, cols, padded, MASKED)
+        if D > 1:
+            t = strip_axis(t, x1, k1 + padded, cols, padded, MASKED)
+        if D > 2:
+            t = strip_axis(t, x2, k1 + 2 * padded, cols, padded, MASKED)
+        if D > 3:
+            t = strip_axis(t, x3, k1 + 3 * padded, cols, padded, MASKED)
+        if D > 4:
+            t = strip_axis(t, x4, k1 + 4 * padded, cols, padded, MASKED)
+        if D > 5:
+            t = strip_axis(t, x5, k1 + 5 * padded, cols, padded, MASKED)
+        if D > 6:
+            t = strip_axis(t, x6, k1 + 6 * padded, cols, padded, MASKED)
+        if D > 7:
+            t = strip_axis(t, x7, k1 + 7 * padded, cols, padded, MASKED)
     return t
-
-
-@triton.jit
-def strip_costs(q1, rows, cols, step, m, KIND: tl.constexpr):
-    """Costs of some whole rows, where there are any."""
-    if KIND == MATRIX:
-        where = rows[:, None, None].to(tl.int64) * step + cols
-        held = tl.load(q1 + where, mask=cols < m, other=0.0, eviction_policy="evict_first")
-    else:
-        held = 0.0
-    return held
 
 
 @kernel
 def strip(
-    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, iteration: tl.int32,
-    most: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, penalty, iteration: tl.int32,
+    most: tl.int32, programs: tl.int32, each: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32,
+    blocks_k: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDE: tl.constexpr,
 ):  # of a matrix, batch, stride and m are counted in ALIGN
     """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
 
-    A program takes some whole rows, one strip after the other, and keeps a row's exponentials e_j until their sum is
-    known; a row of weight a and potential u adds a e_j 2^u to the columns. A matrix is read once; while a strip is
-    worked on, the next one is on its way. Columns come in two parts, so that few lanes idle whatever their number.
+    A program takes ``each`` strips of rows, one after the other, and keeps a row's exponentials e_j until their sum is
+    known; a row of weight a and potential u adds a e_j 2^u to the columns. What is read of the columns serves all rows
+    of a strip. Columns come in two parts, so that few lanes idle whatever their number, and only the second has a mask.
     """
     b, program = place(programs)
     if tl.load(done + b) != 0:
@@ -618,69 +748,83 @@ def strip(
     bias += b * pad_k
     slope = tl.load(slopes + b)
     cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 0)
+    slack, missed = tl.load(penalty + 8 * b + SLACK), tl.load(penalty + 8 * b + MISSED)
+    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 0, missed)
     step = stride * ALIGN
     across = tl.arange(0, WIDE)[None, None, :]
     cols = tl.arange(0, FIRST)[None, :, None] * WIDE + across
     more = (FIRST + tl.arange(0, SECOND)[None, :, None]) * WIDE + across
+    AXES: tl.constexpr = D if KIND == FMA else 0
+    zero = tl.zeros([BLOCK_M], tl.float32)
     share, rest = tl.zeros([1, FIRST, WIDE], tl.float32), tl.zeros([1, SECOND, WIDE], tl.float32)
     lanes = tl.arange(0, BLOCK_M)
-    rows = tl.minimum(program * BLOCK_M + lanes, n - 1)
-    if AHEAD:
-        held = strip_costs(q1, rows, cols, step, m, KIND)
-        held2 = strip_costs(q1, rows, more, step, m, KIND)
-    for start in tl.range(program * BLOCK_M, n, programs * BLOCK_M, num_stages=1):
-        rows = start + lanes
+    begin, end = program * each, tl.minimum((program + 1) * each, tl.cdiv(n, BLOCK_M))
+    for k in tl.range(begin, end, num_stages=1):
+        rows = k * BLOCK_M + lanes
         inside = rows < n
-        rows = tl.minimum(rows, n - 1)
-        if AHEAD:
-            following = tl.minimum(start + programs * BLOCK_M + lanes, n - 1)
-            coming = strip_costs(q1, following, cols, step, m, KIND)
-            coming2 = strip_costs(q1, following, more, step, m, KIND)
-        else:
-            held = strip_costs(q1, rows, cols, step, m, KIND)
-            held2 = strip_costs(q1, rows, more, step, m, KIND)
-        x0 = coordinate(q1, rows, pad_q, 0, D if KIND == FMA else 0)
-        x1 = coordinate(q1, rows, pad_q, 1, D if KIND == FMA else 0)
-        x2 = coordinate(q1, rows, pad_q, 2, D if KIND == FMA else 0)
-        x3 = coordinate(q1, rows, pad_q, 3, D if KIND == FMA else 0)
-        x4 = coordinate(q1, rows, pad_q, 4, D if KIND == FMA else 0)
-        x5 = coordinate(q1, rows, pad_q, 5, D if KIND == FMA else 0)
-        x6 = coordinate(q1, rows, pad_q, 6, D if KIND == FMA else 0)
-        x7 = coordinate(q1, rows, pad_q, 7, D if KIND == FMA else 0)
-        before = tl.load(u + rows)
-        e = tl.exp2(strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, cols, pad_k, slope, KIND, D))
-        e2 = tl.exp2(strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, before, k1, more, pad_k, slope, KIND, D))
-        total = tl.sum(tl.sum(e, 1) + tl.sum(e2, 1), 1)
-        pivot = -before
-        sound = (total > TINY) & (total < HUGE)
-        if tl.min(sound.to(tl.int32), 0) == 0:
-            zero = tl.zeros([BLOCK_M], tl.float32)
-            held = strip_costs(q1, rows, cols, step, m, KIND)
-            held2 = strip_costs(q1, rows, more, step, m, KIND)
-            t = strip_scores(held, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, cols, pad_k, slope, KIND, D)
-            t2 = strip_scores(held2, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, more, pad_k, slope, KIND, D)
-            top = tl.max(tl.maximum(tl.max(t, 1), tl.max(t2, 1)), 1)
-            pivot = tl.where(top == float("-inf"), 0.0, top)
-            e, e2 = tl.exp2(t - pivot[:, None, None]), tl.exp2(t2 - pivot[:, None, None])
-            total = tl.sum(tl.sum(e, 1) + tl.sum(e2, 1), 1)
+        x0, x1 = coordinate(q1, rows, pad_q, 0, AXES), coordinate(q1, rows, pad_q, 1, AXES)
+        x2, x3 = coordinate(q1, rows, pad_q, 2, AXES), coordinate(q1, rows, pad_q, 3, AXES)
+        x4, x5 = coordinate(q1, rows, pad_q, 4, AXES), coordinate(q1, rows, pad_q, 5, AXES)
+        x6, x7 = coordinate(q1, rows, pad_q, 6, AXES), coordinate(q1, rows, pad_q, 7, AXES)
+        before = tl.where(inside, tl.load(u + rows), float("-inf"))  # padding gives nothing, and stores nothing
         weight = tl.load(log_weight + rows)
-        after = relaxed(before, -(pivot + tl.log2(total)), factor, weight)
-        mass = tl.where(inside & (total > 0) & (weight > float("-inf")), tl.exp2(weight + after + pivot), 0.0)
+        # Around the previous potential; where a sum leaves the range of numbers, again around the rows' own maxima.
+        stabiliser, total, attempt = before, zero, 0
+        e, e2 = tl.zeros([BLOCK_M, FIRST, WIDE], tl.float32), tl.zeros([BLOCK_M, SECOND, WIDE], tl.float32)
+        while attempt < 2:
+            if attempt == 1:
+                top = zero + float("-inf")
+                for first in range(0, pad_k, SECOND * WIDE):
+                    some = first + (tl.arange(0, SECOND)[None, :, None] * WIDE + across)
+                    t = strip_scores(
+                        q1, rows, step, n, m, x0, x1, x2, x3, x4, x5, x6, x7, bias, zero, k1, some, pad_k, slope, KIND,
+                        D, True,
+                    )
+                    top = tl.maximum(top, tl.max(tl.max(t, 1), 1))
+                stabiliser = tl.where(top == float("-inf"), 0.0, -top)
+            e = tl.exp2(
+                strip_scores(
+                    q1, rows, step, n, m, x0, x1, x2, x3, x4, x5, x6, x7, bias, stabiliser, k1, cols, pad_k, slope,
+                    KIND, D, False,
+                )
+            )
+            e2 = tl.exp2(
+                strip_scores(
+                    q1, rows, step, n, m, x0, x1, x2, x3, x4, x5, x6, x7, bias, stabiliser, k1, more, pad_k, slope,
+                    KIND, D, True,
+                )
+            )
+            total = tl.sum(tl.sum(e, 1) + tl.sum(e2, 1), 1)
+            sound = (total > TINY) & (total < HUGE) | (inside == 0)
+            attempt += 1 + tl.min(sound.to(tl.int32), 0)
+        after = stabiliser - log_2(total)
+        if slack > 0.0:
+            after = damped(after, 0.0, slack)
+        if factor != 1.0:
+            after = relaxed(before, after, factor, weight)
+        giving = (total > 0) & (weight > float("-inf"))
+        mass = tl.where(giving, tl.exp2(weight + after - stabiliser), 0.0)
         share += tl.sum(e * mass[:, None, None], 0)[None, :, :]
         rest += tl.sum(e2 * mass[:, None, None], 0)[None, :, :]
-        tl.store(u_out + rows, after, mask=inside)
+        for r in tl.static_range(BLOCK_M):  # one by one: every thread has them all, and none has to wait
+            own = tl.sum(tl.where(lanes == r, after, 0.0), 0)
+            tl.store(u_out + k * BLOCK_M + r, own, mask=k * BLOCK_M + r < n)
+    tl.debug_barrier()
+    for first in range(begin * BLOCK_M, end * BLOCK_M, WIDE):
+        rows = first + tl.arange(0, WIDE)
+        inside = rows < tl.minimum(n, end * BLOCK_M)
+        weight = tl.load(log_weight + rows, mask=inside)
+        after = tl.load(u_out + rows, mask=inside)
         tl.store(bias_out + rows, tl.where(weight == float("-inf"), weight, after + weight), mask=inside)
-        if AHEAD:
-            held, held2 = coming, coming2
     parts += (b * programs + program) * pad_k
-    tl.store(parts + cols, share, mask=cols < pad_k)
+    tl.store(parts + cols, share)
     tl.store(parts + more, rest, mask=more < pad_k)
 
 
 @kernel
 def gather(
-    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles, iteration: tl.int32,
+    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles, penalty,
+    iteration: tl.int32,
     most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32,
     blocks_q: tl.int32, check_every: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -693,17 +837,21 @@ def gather(
     b, block = place(programs)
     if tl.load(done + b) != 0:
         return
+    AGAIN: tl.constexpr = 32  # rows at once where columns are read again: few, for the sake of registers
     cols = block * BLOCK_M + tl.arange(0, BLOCK_M)
     lanes = tl.arange(0, BLOCK_N)
+    at = b * blocks_k * PAD + cols
+    weight = tl.load(log_weight + at)
+    before = tl.load(v_in + at, mask=cols < m, other=0.0)
+    cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
+    missed = tl.load(penalty + 8 * b + MISSED)
+    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 1, missed)
     total = tl.zeros([BLOCK_M], tl.float32)
     parts += b * shares * blocks_k * PAD
     for first in range(0, shares, BLOCK_N):
         which = first + lanes
         where = which[None, :].to(tl.int64) * blocks_k * PAD + cols[:, None]
         total += tl.sum(tl.load(parts + where, mask=(which[None, :] < shares) & (cols[:, None] < m), other=0.0), 1)
-    at = b * blocks_k * PAD + cols
-    weight = tl.load(log_weight + at)
-    before = tl.load(v_in + at, mask=cols < m, other=0.0)
     massive = weight > float("-inf")
     relative_total = tl.where(massive, total / tl.exp2(weight), 1.0)
     sound = (relative_total > TINY) & (relative_total < HUGE)
@@ -715,13 +863,12 @@ def gather(
         pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
         k1, k2, q1, q2 = of_problem(k1, k1, q1, q1, b, batch * ALIGN, pad_k, pad_q, D, KIND)
         top, again = row_sums(
-            k1, k2, q1, q2, bias + b * pad_q, before, cols, m, n, 0, tl.cdiv(n, BLOCK_N) * BLOCK_N, slope, 1,
-            stride * ALIGN, pad_k, pad_q, 1, KIND, D, 1, 1, BLOCK_N, True, 1,
+            k1, k2, q1, q2, bias + b * pad_q, before, cols, m, n, 0, tl.cdiv(n, AGAIN) * AGAIN, slope, 1,
+            stride * ALIGN, pad_k, pad_q, 1, KIND, D, 1, 1, AGAIN, True, 1,
         )
         after = -(top + tl.log2(again))
     tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
-    cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 1)
+    after = damped(after, 0.0, tl.load(penalty + 8 * b + SLACK + 1))
     after = relaxed(before, after, factor, weight)
     tl.store(v_out + at, after, mask=cols < m)
     tl.store(bias_out + at, tl.where(massive, after + weight, weight), mask=cols < m)
@@ -939,13 +1086,16 @@ def product(
 
 @kernel
 def check(
-    ratio, weight, done, iterations, error, gaps, cycles, errors, iteration: tl.int32, most: tl.int32,
-    check_every: tl.int32, looks: tl.int32, batch: tl.int32, tolerance: tl.float32, m: tl.int32, blocks_k: tl.int32,
-    batch_weight: tl.int64, squared: tl.int32, BLOCK: tl.constexpr,
+    ratio, weight, done, iterations, error, gaps, cycles, errors, penalty, v, norm_k, iteration: tl.int32,
+    most: tl.int32, check_every: tl.int32, looks: tl.int32, batch: tl.int32, tolerance: tl.float32, m: tl.int32,
+    blocks_k: tl.int32, batch_weight: tl.int64, squared: tl.int32, other: tl.int64, NORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The marginal error of one problem; a problem whose error is below the tolerance leaves the loop.
 
-    The others learn from it how far to relax. ``errors`` keeps both: (2, B, looks).
+    The others learn from it how far to relax. ``errors`` keeps both: (2, B, looks). Where the columns may miss b, they
+    are to be b 2^(−rate g), with the g that the rows followed from: it lies in ``v``, ``other`` numbers further on
+    after an odd iteration.
     """
     b = tl.program_id(0).to(tl.int64)
     if tl.load(done + b) != 0:
@@ -954,10 +1104,18 @@ def check(
     if is_look(iteration, cycle, tl.load(cycles + 2 * b + 1), most) == 0:
         return
     total = tl.zeros([BLOCK], tl.float64)
+    rate = tl.load(penalty + 8 * b + RATE + 1)
     for start in range(0, m, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
-        violation = mass * (tl.load(ratio + b * blocks_k * PAD + cols, mask=cols < m, other=1.0) - 1.0)
+        at = b * blocks_k * PAD + cols
+        wanted = tl.full([BLOCK], 1.0, tl.float32)
+        if rate > 0.0:
+            g = tl.load(v + (iteration % 2) * other + at, mask=cols < m, other=0.0)
+            if NORMS:
+                g += tl.load(norm_k + at)
+            wanted = tl.exp2(-rate * g)
+        violation = mass * (tl.load(ratio + at, mask=cols < m, other=1.0) - wanted)
         violation = tl.where(mass > 0, violation, 0.0).to(tl.float64)
         total += tl.where(squared == 1, violation * violation, tl.abs(violation))
     found = tl.sum(total, 0)
@@ -969,7 +1127,8 @@ def check(
         tl.store(done + b, 1)
     gap = tl.load(gaps + 2 * b)
     if gap < 1.0:
-        gap, cycle = next_gap(gap, cycle, tl.load(gaps + 2 * b + 1), found, iteration, check_every)
+        floor = tl.load(penalty + 8 * b + FLOOR)
+        gap, cycle = next_gap(gap, cycle, tl.load(gaps + 2 * b + 1), found, iteration, check_every, floor)
         tl.store(gaps + 2 * b, gap)
         tl.store(cycles + 2 * b, cycle)
     tl.store(gaps + 2 * b + 1, found)
@@ -1023,49 +1182,84 @@ def moved(potential, change):
     return tl.where(change == float("-inf"), float("inf"), potential - change)
 
 
-@triton.jit
-def meet(counter, target):
-    """Wait until every program of a problem has come here; what they wrote before is visible after."""
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel") + 1
-    while arrived < target:
-        arrived = tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
-    tl.debug_barrier()
+def _wait(words: int) -> tl.constexpr:
+    """Assembler that reads so many words of 64 bits until the upper half of each is the round that is waited for."""
+    first, last = 2 * words, 3 * words - 1
+    registers = "".join(f".reg .b32 e{k}; .reg .b64 w{k}; " for k in range(words))
+    loads = "".join(f"ld.relaxed.gpu.global.b64 w{k}, [${words + k}]; " for k in range(words))
+    halves = "".join(f"mov.b64 {{${k}, e{k}}}, w{k}; " for k in range(words))
+    tests = f"setp.ne.b32 p, e0, ${first}; "
+    tests += "".join(f"setp.ne.or.b32 p, e{k}, ${first + k}, p; " for k in range(1, words))
+    assert last < 100
+    return tl.constexpr(f"{{ .reg .pred p; {registers} AGAIN: {loads}{halves}{tests}@p bra AGAIN; }}")
+
+
+def _operands(words: int) -> tl.constexpr:
+    """Outputs that overlap with no input, addresses, and rounds."""
+    return tl.constexpr(",".join(["=&r"] * words + ["l"] * words + ["r"] * words))
+
+
+WAIT_1, WAIT_2, WAIT_4, WAIT_8, WAIT_16 = (_wait(words) for words in (1, 2, 4, 8, 16))
+OPERANDS_1, OPERANDS_2, OPERANDS_4, OPERANDS_8, OPERANDS_16 = (_operands(words) for words in (1, 2, 4, 8, 16))
 
 
 @triton.jit
-def exchange(own, parts, part, count, lanes, pad, counter, target, COUNT: tl.constexpr):
+def awaited(where, turn, WORDS: tl.constexpr):
+    """The numbers that others write to these places in this round. Every thread waits for its own, some at once."""
+    turn = turn + tl.zeros(where.shape, tl.int32)
+    if INTERPRETED_HERE:
+        found = (tl.load(where) & 0xFFFFFFFF).to(tl.int32)
+    elif WORDS >= 16:
+        found = tl.inline_asm_elementwise(WAIT_16, OPERANDS_16, [where.to(tl.int64), turn], tl.int32, False, 16)
+    elif WORDS == 8:
+        found = tl.inline_asm_elementwise(WAIT_8, OPERANDS_8, [where.to(tl.int64), turn], tl.int32, False, 8)
+    elif WORDS == 4:
+        found = tl.inline_asm_elementwise(WAIT_4, OPERANDS_4, [where.to(tl.int64), turn], tl.int32, False, 4)
+    elif WORDS == 2:
+        found = tl.inline_asm_elementwise(WAIT_2, OPERANDS_2, [where.to(tl.int64), turn], tl.int32, False, 2)
+    else:
+        found = tl.inline_asm_elementwise(WAIT_1, OPERANDS_1, [where.to(tl.int64), turn], tl.int32, False, 1)
+    return found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tell(parts, number, turn):
+    """Write numbers with the round they belong to: a word of 64 bits arrives as one."""
+    bits = number.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.store(parts, bits | (turn.to(tl.int64) << 32), cache_modifier=".cg")
+
+
+@triton.jit
+def exchange(own, parts, part, count, lanes, pad, turn, COUNT: tl.constexpr, THREADS: tl.constexpr):
     """Add up, in base-2 logarithms, what ``count`` programs with the same rows (or columns) have found for them.
 
-    Rows and columns take turns,
-    so that nobody overwrites what a slower program still reads: that one has yet to come to
-    the meeting in between.
+    Two places take turns for every number: who writes the next but one has had the next one of everybody, who by then
+    had read this one.
     """
-    tl.store(parts + part * pad + lanes, own)
-    meet(counter, target)
+    parts += ((turn >> 1) & 1).to(tl.int64) * count * pad
+    tell(parts + part * pad + lanes, own, turn)
     which = tl.arange(0, COUNT)
-    where = parts + which[:, None] * pad + lanes[None, :]
-    found = tl.load(where, mask=which[:, None] < count, other=float("-inf"), cache_modifier=".cg")
-    return log_sum(found, 0)
+    where = parts + tl.minimum(which, count - 1)[:, None] * pad + lanes[None, :]
+    found = awaited(where, turn, COUNT * lanes.shape[0] // THREADS)
+    return log_sum(tl.where(which[:, None] < count, found, float("-inf")), 0)
 
 
 @kernel
 def resident(
     q1, q2, k1, k2, row_bias, log_a, log_b, weight, u_out, v_out, iterations, error, row_parts, column_parts,
-    error_parts, counters, slopes, gaps, errors, looks: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32,
+    error_parts, turns, slopes, gaps, errors, looks: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32,
     tiles_q: tl.int32, tiles_k: tl.int32, max_iterations: tl.int32, check_every: tl.int32, tolerance: tl.float32,
     blocks_q: tl.int32, blocks_k: tl.int32, batch_weight: tl.int64, chunks: tl.int32, batch: tl.int64,
     stride_q: tl.int64, stride_k: tl.int64, squared: tl.int32, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    COUNT: tl.constexpr,
+    COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, THREADS: tl.constexpr,
 ):
     """The whole loop in one launch: each program keeps one tile of scores in registers from the first iteration to
     the last.
 
     The programs of a problem exchange partial row sums and partial column sums once an iteration each. All programs
-    must run at the same time. Sums are exchanged relative to the previous potentials, so that no digits go.
+    must run at the same time. Sums are exchanged relative to the previous potentials, so that no digits go. Rounds are
+    counted on from loop to loop in ``turns``, so that nothing of an earlier loop is taken for new.
     """
     group = tiles_q * tiles_k
     b = (tl.program_id(0) // group).to(tl.int64)
@@ -1083,13 +1277,12 @@ def resident(
     )
     a = tl.load(log_a + b * pad_q + rows)
     c = tl.load(log_b + b * pad_k + cols)
-    row_parts += b * tiles_k * pad_q
-    column_parts += b * tiles_q * pad_k
+    row_parts += 2 * b * tiles_k * pad_q
+    column_parts += 2 * b * tiles_q * pad_k
     error_parts += b * tiles_k
-    counter = counters + b
-    met = group
+    turn = tl.load(turns + b) + 1
     own = log_sum(scores + tl.load(row_bias + b * pad_q + rows)[:, None], 0)
-    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
+    v = -exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, turn, COUNT_Q, THREADS)
     u = tl.zeros([BLOCK_M], tl.float32)
     found = 0.0
     gap = tl.load(gaps + 2 * b)
@@ -1098,31 +1291,29 @@ def resident(
         iteration += 1
         bias = tl.where(c == float("-inf"), c, c + v)
         change = own_sum(scores, bias, u, rows < n, 1)
-        met += group
-        change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, counter, met, COUNT)
-        u = relaxed(u, moved(u, change), relaxation(gap, cycle, looked, iteration, max_iterations, 0), a)
+        turn += 1
+        change = exchange(change, row_parts, tile_k, tiles_k, rows, pad_q, turn, COUNT_K, THREADS)
+        u = relaxed(u, moved(u, change), relaxation(gap, cycle, looked, iteration, max_iterations, 0, 0.0), a)
         bias_q = tl.where(a == float("-inf"), a, a + u)
-        met += group
+        turn += 1
         own = own_sum(scores, bias_q, v, cols < m, 0)
-        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, counter, met, COUNT)
-        factor = relaxation(gap, cycle, looked, iteration, max_iterations, 1)
+        change = exchange(own, column_parts, tile_q, tiles_q, cols, pad_k, turn, COUNT_Q, THREADS)
+        factor = relaxation(gap, cycle, looked, iteration, max_iterations, 1, 0.0)
         if is_look(iteration, cycle, looked, max_iterations):
             before = found
             mass = tl.load(weight + b * batch_weight + cols, mask=cols < m, other=0.0)
             violation = tl.where(mass > 0, mass * (tl.exp2(change) - 1.0), 0.0)
             part = tl.sum(tl.where(squared == 1, violation * violation, tl.abs(violation)), 0)
             if tile_q == 0:
-                tl.store(error_parts + tile_k, part)
-            met += group
-            meet(counter, met)
-            found = 0.0
-            for k in range(tiles_k):
-                found += tl.load(error_parts + k, cache_modifier=".cg")
+                tell(error_parts + tile_k, part, turn)
+            each = tl.arange(0, COUNT_K)
+            shares = awaited(error_parts + tl.minimum(each, tiles_k - 1), turn, COUNT_K // THREADS)
+            found = tl.sum(tl.where(each < tiles_k, shares, 0.0), 0)
             found = tl.where(squared == 1, tl.sqrt(found), found)
             if (found < tolerance) | (iteration == max_iterations):
                 going = 0
             if gap < 1.0:
-                gap, cycle = next_gap(gap, cycle, before, found, iteration, check_every)
+                gap, cycle = next_gap(gap, cycle, before, found, iteration, check_every, 0.0)
             looked = iteration
             if tile == 0:
                 slot = (iteration + check_every - 2) // check_every

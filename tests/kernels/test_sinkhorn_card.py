@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from flashot_backends.kernels.sinkhorn import shapes, triton  # noqa: E402
-from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, softmin, solve  # noqa: E402
+from flashot_backends.kernels.sinkhorn import shapes, triton, triton_loop  # noqa: E402
+from flashot_backends.ops import sinkhorn  # noqa: E402
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, repeat, softmin, solve  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, normal  # noqa: E402
 
 from .sinkhorn_triton_cases import (  # noqa: E402
@@ -30,6 +31,14 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    """No loop of an earlier test, which may have been told to run otherwise."""
+    monkeypatch.setattr(triton_loop, "_kept", {})
+    monkeypatch.setattr(repeat, "_plans", {})
+    monkeypatch.setattr(sinkhorn, "_repeat", repeat)
 
 
 @pytest.fixture(params=["as it chooses", "streamed"])
@@ -326,12 +335,12 @@ def test_no_wait_for_the_host_between_iterations():
     """With a tolerance of zero nothing is fetched but what was seen of the values, once."""
     tensors, epsilon = problem(3, 3001, 3001)
     fetched = []
-    original = triton.to_host
-    triton.to_host = lambda found: fetched.append(1) or original(found)
+    original = triton_loop.Fetch.begin
+    triton_loop.Fetch.begin = lambda *args: fetched.append(1) or original(*args)
     try:
         solve(make_cost(tensors), epsilon=epsilon, tolerance=0, max_iterations=50, backend="triton")
     finally:
-        triton.to_host = original
+        triton_loop.Fetch.begin = original
     assert len(fetched) == 1
 
 
@@ -350,20 +359,37 @@ def test_the_other_card_is_current(kind, size):
             assert torch.cuda.current_device() == current
 
 
-@pytest.mark.parametrize("kind", [2, 64])
-def test_the_same_layout_again(kind):
-    """Small solves repeat the launches of an earlier one: nothing of it may be left, in values or in memory."""
-    size, batch = (70, 90), (2,)
-    for seed in range(5):
+@pytest.mark.parametrize("size", [(70, 90), (1500, 1700), (3000, 2900)], ids=["few", "resident", "streamed"])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("kind", ["matrix", 2, 64])
+def test_the_same_layout_again(kind, batch, size):
+    """Calls repeat the launches of an earlier one: nothing of it may be left, in values or in memory."""
+    options = {"max_iterations": 12, "check_every": 5, "tolerance": 0.0}
+    for seed in range(4):
         generator = torch.Generator(CUDA).manual_seed(seed)
         draw = lambda *shape: torch.rand(*shape, device=CUDA, generator=generator)  # noqa: B023, E731
-        x, y = draw(*batch, size[0], kind), draw(*batch, size[1], kind)
+        cost = [draw(*batch, *size)] if kind == "matrix" else [draw(*batch, count, kind) for count in size]
         a, b = (draw(*batch, count) + 0.1 for count in size)
-        epsilon = 0.1 * kind * (0.5 + draw(*batch).double())
-        check("triton", (x, y), epsilon, a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True))
-    with pytest.raises(ValueError, match="x holds"):
-        solve(PointCloud(x * float("nan"), y), a, a[:, :1] * b / b, epsilon=epsilon, max_iterations=4, tolerance=0)
-    check("triton", (x, y), epsilon)
+        a, b = a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True)
+        epsilon = 0.1 * (seed + 1) * (1 if kind == "matrix" else kind / 4)
+        for tolerance in (0.0, 1e-4):
+            found = solve(make_cost(cost), a, b, epsilon=epsilon, **(options | {"tolerance": tolerance}))
+            assert (type(found) is repeat.Later) == (seed > 0), "by the second call it is known"
+            wide = make_cost([part.double() for part in cost])
+            wanted = solve(wide, a.double(), b.double(), epsilon=epsilon, **(options | {"tolerance": tolerance}))
+            assert torch.equal(found.iterations, wanted.iterations)
+            torch.testing.assert_close(found.errors.double(), wanted.errors, rtol=2e-3, atol=1e-6, equal_nan=True)
+            off = (found.f.double() - wanted.f) / epsilon
+            assert (off - off.mean(-1, keepdim=True)).abs().max() < 3e-5
+            torch.testing.assert_close(found.marginals()[0], a, rtol=1e-3, atol=1e-7)
+    for wrong, what in (([part * float("nan") for part in cost], "M" if kind == "matrix" else "x"), (cost, "a")):
+        weights = (a, b) if what != "a" else (-a, b)
+        with pytest.raises(ValueError, match=f"{what} holds"):
+            solve(make_cost(wrong), *weights, epsilon=epsilon, **options)
+    found = solve(make_cost(cost), a, b, epsilon=epsilon, **options)
+    wanted = solve(make_cost([part.double() for part in cost]), a.double(), b.double(), epsilon=epsilon, **options)
+    off = (found.f.double() - wanted.f) / epsilon
+    assert (off - off.mean(-1, keepdim=True)).abs().max() < 3e-5, "what was wrong is forgotten"
 
 
 def test_the_same_layout_again_keeps_its_results():
@@ -380,5 +406,34 @@ def test_the_same_layout_again_keeps_its_results():
 def test_the_same_layout_again_with_one_cloud_twice():
     """One tensor in two places, then two tensors of the same layout, and the other way round."""
     x, y = torch.rand(2, 100, 3, device=CUDA)
-    for first, second in ((x, x), (x, y), (y, y), (y, x)):
+    for first, second in ((x, x), (x, y), (y, y), (y, x), (x, x)):
         check("triton", (first, second), 0.1)
+        found = solve(PointCloud(first, second), epsilon=0.1, max_iterations=9, tolerance=0)
+        wanted = solve(PointCloud(first.double(), second.double()), epsilon=0.1, max_iterations=9, tolerance=0)
+        torch.testing.assert_close(found.value().double(), wanted.value(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_is_never_left_out_of_a_call_that_was_seen_before():
+    x, y = torch.rand(2, 100, 3, device=CUDA)
+    options = {"epsilon": 0.1, "max_iterations": 9, "tolerance": 0}
+    plain = [solve(PointCloud(x, y), **options) for _ in range(2)][1]
+    x.requires_grad_()
+    assert not plain.value().requires_grad, "it was solved before"
+    found = solve(PointCloud(x, y), **options)
+    assert found.f.requires_grad
+    with torch.no_grad():
+        assert type(solve(PointCloud(x, y), **options)) is repeat.Later
+
+
+def test_settings_and_kernels_are_looked_at_again():
+    from flashot_backends import use
+
+    x, y = torch.rand(2, 100, 3, device=CUDA)
+    options = {"epsilon": 0.1, "max_iterations": 9, "tolerance": 0}
+    assert type([solve(PointCloud(x, y), **options) for _ in range(2)][1]) is repeat.Later
+    with use(backend="reference"):
+        assert type(solve(PointCloud(x, y), **options)) is not repeat.Later
+    with pytest.raises(ValueError, match="max_iterations"):
+        solve(PointCloud(x, y), epsilon=0.1, max_iterations=0)
+    with pytest.raises(ValueError, match="epsilon"):
+        solve(PointCloud(x, y), **(options | {"epsilon": 0.0}))

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="no Triton")
 
 import triton as compiler  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-from flashot_backends.kernels.sinkhorn import launch, triton  # noqa: E402
+from flashot_backends.kernels.sinkhorn import launch, triton, triton_kernels, triton_loop  # noqa: E402
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 
 if launch.INTERPRETED:
@@ -65,10 +65,11 @@ def record(monkeypatch, card, cost, batch=1, precision="high", work=None):
     def note(kernel, programs, args, constants, options, variant=None, at=-1):
         found = Launch(kernel, args, constants, options)
         seen[found.key] = found
-        return lambda number: None
+        return lambda number=None: None
 
     monkeypatch.setattr(triton, "launch", note)
-    monkeypatch.setattr(triton, "Launch", note)
+    for module in (triton, triton_loop):
+        monkeypatch.setattr(module, "Launch", note)
     monkeypatch.setattr(launch, "card_class", lambda device: card)
     operator = triton.Fused(cost, torch.ones(batch, dtype=torch.float64), precision)
     n, m = operator.rows, operator.columns
@@ -132,7 +133,7 @@ def test_updates_on_the_h200(monkeypatch, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", launch.table())
-@pytest.mark.parametrize("rows", [300, 6001], ids=["small", "large"])
+@pytest.mark.parametrize("rows", [300, 6001, 20_001], ids=["small", "large", "huge"])
 @pytest.mark.parametrize("kind", ALL, ids=str)
 def test_updates_of_the_table(monkeypatch, tmp_path, card, rows, kind):
     """Every entry, and the first update too, which keeps a running maximum and may spill a little."""
@@ -166,14 +167,57 @@ def test_resident_of_every_kind(monkeypatch, tmp_path, kind, tile):
     test_resident(monkeypatch, tmp_path, kind, tile)
 
 
+def check_strips(monkeypatch, folder, kind, columns):
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
+    monkeypatch.setattr(triton, "processors", lambda _: 132)
+    found = {one.kernel.__name__: one for one in record(monkeypatch, "h200", cost_of(kind, 300, columns))}
+    _, warps, together, _ = triton.Strips.SHAPES[triton.MATRIX if kind == "rows" else triton.FMA]
+    check(found["strip"], folder, together * warps // found["strip"].options["num_warps"], SPILLED)
+    check(found["gather"], folder, 3)
+
+
 @pytest.mark.parametrize("kind", ["rows", 3])
 def test_strips(monkeypatch, tmp_path, kind):
     """One exponential for both updates: what it holds fits into registers, and nothing of it is spilled to speak of."""
-    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
-    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
-    found = [one for one in record(monkeypatch, "h200", cost_of(kind, 300, 10_000)) if one.kernel.__name__ == "strip"]
-    assert len(found) == 1
-    check(found[0], tmp_path, stack=SPILLED)
+    check_strips(monkeypatch, tmp_path, kind, 10_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [2000, 3000, 5000, 8000, 10_000, 16_000])
+@pytest.mark.parametrize("kind", [1, 3, 5, 8])
+def test_strips_of_every_length(monkeypatch, tmp_path, kind, columns):
+    check_strips(monkeypatch, tmp_path, kind, columns)
+
+
+def test_launchers_are_built_from_types():
+    """While a kernel is compiled, its launcher is built from what Triton would build it from afterwards."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    runtime = pytest.importorskip("triton.runtime.jit")
+    if launch._version() != (3, 6):
+        pytest.skip("another Triton builds other launchers")
+    kernel, backend = triton_kernels.strip, make_backend(HOPPER)
+    numbers = {"i32": 3, "i64": 3, "fp32": 0.5}
+    count = sum(not parameter.is_constexpr for parameter in kernel.params)
+    args = [numbers.get(parameter.annotation_type, torch.zeros(1)) for parameter in kernel.params[:count]]
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "compile_module_from_src", lambda src, **options: found.update(src=src))
+        patch.setattr(driver, "library_dirs", list)
+        launch._build_launcher(kernel, tuple(args))
+    binder = runtime.create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, kinds, _ = binder(*args, *[1] * (len(kernel.params) - count))
+    types = dict(zip(bound, (kind for kind, _ in kinds), strict=True))
+    assert found["src"] == driver.make_launcher({}, types, None)
+
+
+def test_one_kernel_is_read_at_a_time():
+    """And Triton is as it was afterwards, also when something fails."""
+    plain = ASTSource.make_ir
+    with pytest.raises(ValueError, match="nothing"), launch._one_reader():
+        assert ASTSource.make_ir is not plain
+        raise ValueError("nothing")
+    assert ASTSource.make_ir is plain
 
 
 @pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)

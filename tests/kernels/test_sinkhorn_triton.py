@@ -168,6 +168,15 @@ def test_strips(kind, size, dtype, monkeypatch):
     check(NAME, *problem, a, b, iterations=3)
 
 
+@pytest.mark.parametrize("kind", ["matrix", 2])
+@pytest.mark.parametrize("columns", [2100, 3500])
+def test_columns_in_parts(kind, columns, monkeypatch):
+    """So many that the padding of prepared columns ends in the middle of what warps load at once."""
+    in_strips(monkeypatch)
+    problem = matrix(9, columns, device=DEVICE) if kind == "matrix" else points(9, columns, kind, device=DEVICE)
+    check(NAME, *problem, *uneven(9, columns, device=DEVICE, zeros=2), iterations=3)
+
+
 @pytest.mark.parametrize("kind", ["matrix", 3])
 def test_strips_of_a_batch(kind, monkeypatch):
     in_strips(monkeypatch)
@@ -358,3 +367,50 @@ def test_gradients_of_the_value(gradient):
         value = solve(make_cost((leaf, y.to(cast))), **options).value()
         found.append(torch.autograd.grad(value, leaf)[0].double())
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-4
+
+
+REACHES = {"both": (0.7, 0.3), "rows": (0.5, math.inf), "columns": (math.inf, 0.4), "far": (300.0, 200.0)}
+
+
+@pytest.mark.parametrize("path", [streamed, in_strips], ids=["streamed", "strips"])
+@pytest.mark.parametrize("kind", ["matrix", 2, 16])
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_marginals_that_may_be_missed(reach, kind, path, monkeypatch):
+    """The loop on the card against the one that the host steers, in float64: no worse than that one in float32."""
+    path(monkeypatch)
+    size, batch = (20, 30), (2,)
+    drawn = matrix(*size, batch, device=DEVICE) if kind == "matrix" else points(*size, kind, batch, device=DEVICE)
+    (tensors, epsilon), (a, b) = drawn, uneven(*size, batch, DEVICE)
+    a, b = a * torch.tensor([[1.0], [2.0]], device=DEVICE), 1.7 * b
+    if math.inf in reach:
+        b = b * (a.sum(-1) / b.sum(-1))[:, None]
+    b[0, 3] = a[1, 5] = 0
+    unit = 1.0 if kind == "matrix" else float(kind)
+    own = epsilon * torch.tensor([1.0, 0.4], device=DEVICE, dtype=torch.float64)
+    rho = tuple(torch.tensor([part * unit, 2 * part * unit], device=DEVICE, dtype=torch.float64) for part in reach)
+    options = {"epsilon": own, "reach": rho, "max_iterations": 13, "check_every": 4, "tolerance": 1e-3}
+    options["acceleration"] = "auto" if path is streamed else None
+    found = solve(make_cost(tensors), a, b, backend=NAME, **options)
+    plain = solve(make_cost(tensors), a, b, backend="reference", **options)
+    wide = make_cost([part.double() for part in tensors])
+    wanted = solve(wide, a.double(), b.double(), backend="reference", **options)
+    assert torch.equal(found.iterations, wanted.iterations)
+    units = {"f": own[:, None], "g": own[:, None], "errors": 1.0}
+    for name, exact in (("f", wanted.f), ("g", wanted.g), ("errors", wanted.errors)):
+        off, usual = (((getattr(one, name) - exact) / units[name]).abs().nan_to_num().max() for one in (found, plain))
+        assert off < 3 * usual + 5e-6, name
+    torch.testing.assert_close(found.value().double(), wanted.value(), rtol=5e-5, atol=1e-6)
+
+
+def test_a_reach_is_iterated_on_the_card(monkeypatch):
+    """Not steered by the host, but where every iteration is looked at."""
+    from flashot_backends.ops.sinkhorn import solver
+
+    def refuse(*args):
+        raise AssertionError("steered by the host")
+
+    monkeypatch.setattr(solver, "iterate", refuse)
+    tensors, epsilon = points(9, 8, 2, device=DEVICE)
+    solve(make_cost(tensors), epsilon=epsilon, reach=1.0, max_iterations=4, tolerance=0, backend=NAME)
+    with pytest.raises(AssertionError, match="host"):
+        solve(make_cost(tensors), epsilon=epsilon, reach=1.0, max_iterations=4, check_every=1, backend=NAME)

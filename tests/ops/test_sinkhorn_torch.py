@@ -12,6 +12,7 @@ from flashot_backends.ops.sinkhorn import (  # noqa: E402
     DenseCost,
     PointCloud,
     envelope,
+    formulas,
     implicit,
     softmin,
     solve,
@@ -140,6 +141,16 @@ def test_opcheck(name, arguments):
     torch.library.opcheck(operation_of(name).custom, tuple(arguments), test_utils=utils)
 
 
+def test_products_are_an_operation():
+    one, other = normal(2, 6, 3).requires_grad_(), normal(2, 5, 3, seed=1).requires_grad_()
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(formulas.product.custom, (one, other), test_utils=utils)
+    assert torch.autograd.gradcheck(formulas.product, (one, other))
+    assert torch.autograd.gradgradcheck(formulas.product, (one, other))
+    close(torch.func.vmap(formulas.product)(normal(3, 2, 6, 4), normal(3, 2, 5, 4)),
+          normal(3, 2, 6, 4) @ normal(3, 2, 5, 4).transpose(-1, -2))  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["softmin", "solve", "apply", "linear_cost", "moment", "adjoint", "optimum_backward"])
 def test_both_dresses_are_one_operation(name):
     """What tracers see computes what plain calls do."""
@@ -196,12 +207,13 @@ def test_func_grad(function, tensors):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_autocast_narrows_nothing(dtype):
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_autocast_narrows_nothing(dtype, backend):
     cost = PointCloud(normal(40, 20, dtype=dtype), normal(30, 20, seed=1, dtype=dtype))
-    values = normal(30, 3, dtype=dtype)
-    wanted = solve(cost, **OPTIONS | {"epsilon": 10.0})
+    values, options = normal(30, 3, dtype=dtype), OPTIONS | {"epsilon": 10.0, "backend": backend}
+    wanted = solve(cost, **options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = solve(cost, **OPTIONS | {"epsilon": 10.0})
+        found = solve(cost, **options)
         answers = found.f, found.apply(values), found.plan(), found.value(), found.linear_cost()
     exact = wanted.f, wanted.apply(values), wanted.plan(), wanted.value(), wanted.linear_cost()
     for ours, right in zip(answers, exact, strict=True):
@@ -209,24 +221,44 @@ def test_autocast_narrows_nothing(dtype):
         close(ours, right, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["points", "matrix"])
-def test_autocast_narrows_no_derivative(kind):
-    """First and second ones of the fixed point."""
-    leaf = (normal(30, 20) if kind == "points" else normal(30, 25).abs()).float().requires_grad_()
-    other = normal(25, 20, seed=1).float()
+@contextlib.contextmanager
+def unguarded(*_):
+    """In place of what keeps products wide."""
+    yield
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("kind", ["points", "matrix", "cosine"])
+def test_autocast_narrows_no_derivative(kind, backend, monkeypatch):
+    """First, second and third ones of the fixed point; they are narrowed where a guard is missing."""
+    leaf = (normal(30, 25).abs() if kind == "matrix" else normal(30, 20)).float().requires_grad_()
+    other, vectors = normal(25, 20, seed=1).float(), [normal(*leaf.shape, seed=k).float() for k in (2, 3)]
+    weights = normal(30, 25, seed=4).float()
+    costs = {"points": lambda: PointCloud(leaf, other), "matrix": lambda: DenseCost(leaf),
+             "cosine": lambda: DenseCost(PointCloud(leaf, other, "cosine").dense())}  # fmt: skip
 
     def derivatives():
-        cost = PointCloud(leaf, other) if kind == "points" else DenseCost(leaf)
-        solution = solve(cost, epsilon=10.0, tolerance=1e-5, gradient="implicit")
-        total = solution.value() + solution.plan().square().sum()
-        (first,) = torch.autograd.grad(total, leaf, create_graph=True)
-        return first, torch.autograd.grad((first * normal(*leaf.shape, seed=2)).sum(), leaf)[0]
+        options = {"epsilon": 0.3 if kind == "cosine" else 3.0, "tolerance": 1e-6, "backend": backend}
+        plan = solve(costs[kind](), gradient="implicit", **options).plan()
+        found = [torch.autograd.grad((plan * weights).sum(), leaf, create_graph=True)[0]]
+        for vector in vectors:
+            found.append(torch.autograd.grad((found[-1] * vector).sum(), leaf, create_graph=True)[0])
+        return [one.detach() for one in found]
 
     wanted = derivatives()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = derivatives()
-    for ours, right in zip(found, wanted, strict=True):
-        close(ours, right, rtol=1e-6)
+
+    def errors():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = derivatives()
+        return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+    assert max(errors()) < 1e-5
+    guarded = [("flashot_backends.kernels.sinkhorn." + ("blocks" if backend == "torch" else backend), 3)]
+    guarded += [] if kind == "points" else [("flashot_backends.ops.sinkhorn.formulas", 2)]
+    for module, count in guarded:  # the last ``count`` of these derivatives contain a product of that module
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{module}.exact_products", unguarded)
+            assert min(errors()[-count:]) > 3e-4
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -17,10 +17,11 @@ def constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or not plain(()) or torch.cuda.is_current_stream_capturing():
         return torch.full((), number, dtype=dtype, device=device)
-    return _kept(number, dtype, device)
+    return kept(number, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same where it is known that nothing looks on."""
     # From the host, which waits until it is there: any stream may read it then.
     return torch.tensor(number, dtype=dtype, device=device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +132,7 @@ class PointCloud:
     def dense(self) -> Any:
         """Return the cost as a matrix (..., n, m), from direct differences, differentiable."""
         if framework(self.x) == "jax":
-            from .jax_costs import dense
+            from .jax_metrics import dense
         else:
             from .extras import dense
 
@@ -203,6 +206,20 @@ def _of_jax_arrays(cost: Any) -> None:
     settle(cost)
 
 
+def check_labelling(cost: PointCloud) -> None:
+    """Refuse labels without a table, a table without labels, and what goes with neither."""
+    if cost.labels is None or cost.table is None:
+        there, missing = ("table", "labels") if cost.labels is None else ("labels", "table")
+        raise ValueError(f"{there} is given without {missing}; accepted are both or none")
+    if cost.metric not in LABELLED:
+        raise ValueError(f"labels are given with the metric {cost.metric!r}; accepted with labels is one of {LABELLED}")
+    if not isinstance(cost.labels, tuple | list) or len(cost.labels) != 2:
+        raise TypeError(f"labels is a {type(cost.labels).__name__}; accepted is a pair of integer arrays")
+    weight = cost.label_weight
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+        raise ValueError(f"label_weight is {weight!r}; accepted is a finite number")
+
+
 def pieces(given: Any, name: str) -> list[Any]:
     """The entries of a list, a tuple, or a jagged nested tensor."""
     if getattr(given, "is_nested", False):
@@ -215,10 +232,15 @@ def pieces(given: Any, name: str) -> list[Any]:
 def floating(array: Any, name: str) -> Any:
     """Return ``array`` as a torch tensor of floating point numbers, or say what is wrong with it."""
     tensor = to_torch(array, name)
-    kind = str(tensor.dtype).removeprefix("torch.")
+    kind = _name_of(tensor.dtype)
     if kind not in FLOATS:
         raise TypeError(f"{name} has dtype {kind}; accepted are {', '.join(FLOATS)}")
     return tensor
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def same_kind(first: Any, second: Any, first_name: str, second_name: str) -> None:
@@ -235,6 +257,8 @@ def same_kind(first: Any, second: Any, first_name: str, second_name: str) -> Non
 
 def broadcast_batch(first: Any, second: Any, first_name: str, second_name: str) -> tuple[int, ...]:
     """Broadcast two batch shapes as numpy does."""
+    if first == second:
+        return tuple(first)
     longest = max(len(first), len(second))
     padded = [(1,) * (longest - len(shape)) + tuple(shape) for shape in (first, second)]
     if any(a != b and a != 1 and b != 1 for a, b in zip(*padded, strict=True)):

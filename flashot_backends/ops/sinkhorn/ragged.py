@@ -41,7 +41,7 @@ def solve(
     for members in _alike(problems).values():
         together = _stacked([problems[k] for k in members])
         start = torch.cat([_padded(starts[k], together.a.shape[-1]) for k in members])
-        state, fixed = run(together, start, how)
+        state, fixed, _ = run(together, start, how)
         for position, k in enumerate(members):
             solutions[k] = _cut(costs[k], problems[k], state, fixed, position, how)
     return solutions

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..forward_mode import has_tangents, refuse, refuse_tangents
 
-def plain(tensors: Iterable[Any]) -> bool:
-    """Whether real tensors are computed on right now: no compiler, tracer, mode or functional transform looks on."""
+_here = threading.local()  # ``many``: many gradients are taken in one backward pass, of tensors that hide their axis
+
+
+def plain(tensors: Sequence[Any]) -> bool:
+    """Whether real tensors are computed on right now: no compiler, tracer, mode, transform or tangent looks on."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None or getattr(_here, "many", False):
+        return False
+    if has_tangents(tensors):
         return False
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors if isinstance(tensor, Tensor))
 
@@ -36,17 +44,26 @@ class StreamedOp:
         self.compute = compute
         self.custom = torch.library.custom_op(f"flashot::sinkhorn_{name}", mutates_args=())(compute)
         self.function: Any = type(name, (torch.autograd.Function,), {})
-        general = {"forward": staticmethod(self.custom), "generate_vmap_rule": True}
+        general = {"forward": staticmethod(self.custom), "generate_vmap_rule": True, "jvp": staticmethod(refuse)}
         self.general: Any = type(name, (torch.autograd.Function,), general)
+        self.differentiable = False
         self.__name__, self.__doc__ = name, compute.__doc__
 
     def __call__(self, *args: Any) -> Any:
         """Compute, in the dress that fits."""
+        if self.bare(args):
+            return self.compute(*args)
         if not plain(args):
-            return self.general.apply(*args) if transformed() else self.custom(*args)
+            refuse_tangents(args)
+            return self.general.apply(*args) if transformed() and self.differentiable else self.custom(*args)
+        return self.function.apply(*args)
+
+    @staticmethod
+    def bare(args: Sequence[Any]) -> bool:
+        """Whether nothing is to be recorded, by autograd or anybody else."""
         if torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in args):
-            return self.function.apply(*args)
-        return self.compute(*args)
+            return False
+        return plain(args)
 
     def fake(self, shapes: Callable[..., Any]) -> None:
         """Say what shapes come out."""
@@ -71,6 +88,7 @@ class StreamedOp:
 
     def derivative(self, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
         """Say how gradients flow back, and what is kept for that."""
+        backward, self.differentiable = _of_many(backward), True
         self.custom.register_autograd(backward, setup_context=setup)
         prepare = setup or (lambda ctx, inputs, output: None)
 
@@ -83,6 +101,23 @@ class StreamedOp:
         self.general.setup_context = staticmethod(prepare)
         for function in (self.function, self.general):
             function.backward = staticmethod(backward)
+
+
+def _of_many(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that also takes many gradients at once, as ``is_grads_batched`` hands them on: one by one."""
+
+    @functools.wraps(backward)
+    def of_many(ctx: Any, *grads: Any) -> Any:
+        hidden = torch._C._functorch.is_legacy_batchedtensor
+        if getattr(_here, "many", False) or not any(isinstance(part, Tensor) and hidden(part) for part in grads):
+            return backward(ctx, *grads)
+        _here.many = True
+        try:
+            return backward(ctx, *grads)
+        finally:
+            _here.many = False
+
+    return of_many
 
 
 def _nothing(tensor: Tensor) -> bool:

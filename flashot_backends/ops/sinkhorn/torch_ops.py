@@ -13,7 +13,7 @@ from . import formulas, solver, unrolled
 from .metrics import summed
 from .problem import check_values, inspect_values
 from .streamed import StreamedOp, cost_gradients, fake_cost, given
-from .unbalanced import make_penalty
+from .unbalanced import make_penalty, without_the_unreachable
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
@@ -84,6 +84,33 @@ _twice(softmin_backward, formulas.softmin_backward)
 # ------------------------------------------------------------------------------------------------------------ solve
 
 
+def outcome(
+    tensors: tuple[Any, ...], control: solver.Control, kernel: tuple[str, str, str]
+) -> tuple[Any, Callable[..., Any] | None]:
+    """``solver.State`` as a tuple, and how the kernel would run the same again."""
+    x, y, a, b, epsilon, f, reach, alpha, beta = tensors
+    values = (x, y, a, b, epsilon, reach)
+    operator = operator_of(x, y, epsilon, *kernel)
+    look: Callable[[dict[str, float]], None] = partial(inspect_values, *values)
+    if reach is not None or not control.on_device:
+        check_values(*values)
+        look = _nothing_to_see
+    whole = None
+    if control.on_device and alpha is None and beta is None and (reach is None or control.check_every > 1):
+        weights = (a, b) if reach is None else without_the_unreachable(operator, a, b)
+        whole = operator.iterate(*weights, f, *control[:4], control.first_gap, look, reach)
+    if whole is not None:
+        return (*whole, torch.zeros_like(whole[2])), operator.again
+    if look is not _nothing_to_see:
+        check_values(*values)
+    penalty = make_penalty(reach, alpha, beta, operator.dtype)
+    return tuple(solver.iterate(operator, a, b, f, control, penalty)), None
+
+
+def _nothing_to_see(seen: dict[str, float]) -> None:
+    """The values have been looked at."""
+
+
 @StreamedOp
 def solve(
     x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, epsilon: Tensor, f: Tensor, reach: Tensor | None,
@@ -95,17 +122,8 @@ def solve(
     ``reach`` (B, 2) may be left out where both marginals are binding; then ``alpha`` and ``beta``, the terms of the
     cost that depend on its row (B, n) or column (B, m) alone, change nothing.
     """
-    values = (x, y, a, b, epsilon, reach)
-    operator = operator_of(x, y, epsilon, metric, precision, backend)
     control = solver.Control(max_iterations, tolerance, check_every, norm, acceleration)
-    whole = None
-    if reach is None and control.on_device:
-        whole = operator.iterate(a, b, f, *control[:4], control.first_gap, partial(inspect_values, *values))
-    if whole is not None:
-        return *whole, torch.zeros_like(whole[2])  # type: ignore[return-value]
-    check_values(*values)
-    penalty = make_penalty(reach, alpha, beta, operator.dtype)
-    return tuple(solver.iterate(operator, a, b, f, control, penalty))  # type: ignore[return-value]
+    return outcome((x, y, a, b, epsilon, f, reach, alpha, beta), control, (metric, precision, backend))[0]
 
 
 @solve.fake
