@@ -63,22 +63,32 @@ def _routed(original: Callable[..., Any], host: Any) -> Callable[..., Any]:
         if self.backend != NAME:
             return original(self, *args)
         if len(args) == 2:
+            if _plain(self, None, args[0], None, args[1]):
+                return _straight(self, None, args[0], None, args[1])
             args = _weighted(*args)
-        return _straight(self, *args) if _plain(self, args) else original(self, *args)
+        return _straight(self, *args) if len(args) == 4 and _plain(self, *args) else original(self, *args)
 
     return forward
 
 
-def _plain(loss: Any, args: tuple[Any, ...]) -> bool:
-    """Whether GeomLoss would only pass the arguments on: one problem, every shape as it should be."""
-    if len(args) != 4 or loss.loss != "sinkhorn" or loss.cost is not None or loss.potentials:
+def _plain(loss: Any, a: Any, x: Any, b: Any, y: Any) -> bool:
+    """Whether GeomLoss would only pass the arguments on: every shape as it should be, all of one dtype.
+
+    None stands for the weights that GeomLoss makes up: those of the operation, in a dtype as wide as its potentials'.
+    """
+    if loss.loss != "sinkhorn" or loss.cost is not None or loss.potentials:
         return False
-    a, x, b, y = args
-    if not all(hasattr(part, "dim") and part.dtype == getattr(x, "dtype", None) for part in args):
+    if not (hasattr(x, "dim") and hasattr(y, "dim") and x.dim() == y.dim() and x.dtype == y.dtype):
         return False
-    return (a.dim(), x.dim(), b.dim(), y.dim()) == (1, 2, 1, 2) and (
-        len(a) == len(x) and len(b) == len(y) and x.shape[1] == y.shape[1]
-    )
+    if x.dim() not in (2, 3):
+        return False
+    shape, other = x.shape, y.shape
+    if shape[-1] != other[-1] or shape[:-2] != other[:-2]:
+        return False
+    if a is None:
+        return bool(x.is_floating_point()) and x.element_size() >= 4
+    weights = (a, shape), (b, other)
+    return all(hasattr(w, "dim") and w.dtype == x.dtype and w.shape == points[:-1] for w, points in weights)
 
 
 def _straight(loss: Any, a: Any, x: Any, b: Any, y: Any) -> Any:

@@ -1,8 +1,8 @@
 """Triton on CUDA: annealed symmetric updates of clouds, against each other and against themselves.
 
 Points are prepared once and a temperature is a number, so a step of the descent is one launch: all softmins, the whole
-batch; small clouds take one launch for all steps. Points with few coordinates go through direct differences, others
-through the matrix units (``triton.py``).
+batch; small clouds take one launch for all steps, and the card itself measures them and counts the steps. Points with
+few coordinates go through direct differences, others through the matrix units (``triton.py``).
 """
 
 from __future__ import annotations
@@ -17,18 +17,27 @@ import torch
 from torch import Tensor
 
 from . import far, triton
-from .launch import INTERPRETED, Shape, compile_together, launch, launch_shape, processors, splits_for
+from .launch import (
+    INTERPRETED,
+    Launch,
+    Shape,
+    compile_together,
+    launch_shape,
+    limit,
+    named_shape,
+    processors,
+    splits_for,
+)  # fmt: skip
 from .operator import Cost
 from .triton import DOT, FMA, LOG2E, PAD, on
 
 LN_2 = math.log(2)
 SHARE = 128  # points that one program prepares, or integrates over
-SMALL = 1 << 26  # pairs of a step, up to which waiting for each other is cheaper than another launch
-NEAR = Shape(16, 128, 4, 1, 4, 128)  # direct differences of up to three coordinates
-WAITING = Shape(16, 64, 2, 1, 6, 160)  # for small clouds; all its programs must fit at once
-WAITING_MANY = Shape(8, 64, 2, 1, 6, 160)
-SLOPED = Shape(16, 64, 2, 1, 4)  # keeps sums for each coordinate too
-SLOPED_MANY = Shape(8, 64, 2, 1, 4)  # more than three coordinates
+SETTING = 7  # numbers that tell a step what to do
+ARRIVALS = 4  # counters that do not belong to a problem
+FARTHEST = 1e40  # no two points in float32 are further apart
+MOST_STEPS = 4096  # of a descent that the card may count
+MOST_BYTES = 64 << 20  # that one kept run may take
 
 
 def applies(request: Any) -> str | None:
@@ -67,7 +76,9 @@ class Task(NamedTuple):
 
     The cost is |x − y|²/2 for p = 2, max(|x − y|, 1e-4) for p = 1, and potentials are in its unit. ``steps`` lists for
     each step one setting for all elements or one for each; the first starts from nothing, and the last gives the slopes
-    too. ``rho`` is the strength of the marginal constraints, infinite for balanced transport.
+    too. ``rho`` is the strength of the marginal constraints, infinite for balanced transport. With ``measured``, blur
+    and scaling, there is the last step only, and those before it follow from the box around all points. With ``start``,
+    potentials (B, n), (B, m) across and of each cloud to itself, the first step starts from those.
     """
 
     p: int
@@ -78,6 +89,18 @@ class Task(NamedTuple):
     need_y: bool
     precision: str
     shown: Callable[[Iterable[int]], Iterable[int]] = iter
+    measured: tuple[float, float] | None = None
+    start: tuple[Tensor | None, ...] | None = None
+
+
+class Outputs(NamedTuple):
+    """Where results go: the values (B,), and their gradients by x, a, y and b, contiguous; None where nobody asks."""
+
+    value: Tensor
+    x: Tensor | None
+    a: Tensor | None
+    y: Tensor | None
+    b: Tensor | None
 
 
 def anneal(clouds: Clouds, task: Task) -> Potentials:
@@ -91,8 +114,86 @@ def divergence(clouds: Clouds, task: Task) -> tuple[Tensor, ...]:
 
     Gradients by points that were not asked for are empty.
     """
+    x, a, y, b = clouds
+    by_x, by_y = (part.new_empty(part.shape if need else 0) for part, need in ((x, task.need_x), (y, task.need_y)))
+    value, by_a, by_b = a.new_empty(len(a)), a.new_empty(a.shape), b.new_empty(b.shape)
+    wanted = by_x if task.need_x else None, by_a, by_y if task.need_y else None, by_b
+    with on(x.device):
+        _descended(clouds, task).integrate(Outputs(value, *wanted))
+    return value, by_x, by_a, by_y, by_b
+
+
+def divergence_into(clouds: Clouds, task: Task, outputs: Outputs, other: dict[str, Tensor]) -> Again | None:
+    """The same into tensors that are there; and what does it again, given other tensors in their places.
+
+    ``other`` names the inputs and outputs that will be others next time, laid out as these are, on the same stream.
+    None where that cannot be done.
+    """
     with on(clouds.x.device):
-        return _descended(clouds, task).integral()
+        descent = _descended(clouds, task)
+        descent.integrate(outputs)
+    if not descent.small or not all(one.repeatable for one in descent.launches):
+        return None
+    if descent.a is not clouds.a or descent.b is not clouds.b:
+        return None
+    again = Again(descent.launches, other)
+    return again if again.bytes <= MOST_BYTES else None
+
+
+class Again:
+    """Launches that ran once, to run again in the same buffers: only what has a name is another tensor each time."""
+
+    def __init__(self, launches: list[Launch], named: dict[str, Tensor]):
+        names = {id(tensor): name for name, tensor in named.items()}
+        self.launches = launches
+        self.kept = [part for one in launches for part in one.detach(names)]
+
+    @property
+    def bytes(self) -> int:
+        """What the buffers take."""
+        storages = (part.untyped_storage() for part in self.kept)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def __call__(self, named: dict[str, Tensor]) -> None:
+        """Run them on these tensors. Where that fails, half of it may have run: not to be used again."""
+        addresses = {name: tensor.data_ptr() for name, tensor in named.items()}
+        for one in self.launches:
+            one.attach(addresses)
+            one()
+
+
+def repeats(clouds: Clouds, task: Task) -> bool:
+    """Whether the launches are the same for all clouds laid out like these."""
+    return _layout(clouds, task).small and task.shown is iter and not _capturing()
+
+
+def measures(x: Tensor, y: Tensor, p: int, blur: float, scaling: float, debias: bool) -> bool:
+    """Whether the card can be left to measure the box around all points, and to count the steps of the descent."""
+    layout = _laid_out(*x.shape, y.shape[1], x.device, p, debias, (False, False), "", _small(x.device))
+    return layout.small and not _capturing() and room_for_steps(p, blur, scaling) <= MOST_STEPS
+
+
+@functools.lru_cache(maxsize=128)
+def room_for_steps(p: int, blur: float, scaling: float) -> int:
+    """No descent has more steps."""
+    return 4 + max(0, math.ceil(p * math.log(FARTHEST / blur) / (-p * math.log(scaling))))
+
+
+def _capturing() -> bool:
+    return not INTERPRETED and torch.cuda.is_current_stream_capturing()
+
+
+def _small(device: torch.device) -> int:
+    return int(limit("waiting-pairs", device))
+
+
+def anneal_matrices(
+    matrices: Tensor, a: Tensor, b: Tensor, steps: Steps, f: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Potentials (B, n) and (B, m) after the steps, where the costs are matrices (``triton_matrices.py``)."""
+    from .triton_matrices import anneal as found
+
+    return found(matrices, a, b, steps, f, g)
 
 
 def sums(points: Tensor, weights: Tensor, kind: str, blur: float, slope: bool) -> tuple[Tensor, Tensor | None]:
@@ -106,16 +207,7 @@ def _descended(clouds: Clouds, task: Task) -> Descent:
     if not INTERPRETED:
         _get_ready(clouds, task)
     descent = Descent(clouds, task)
-    if descent.small:
-        descent.all_but_last()
-    else:
-        fields = far.fields(clouds.x, clouds.y) if task.p == 2 else []
-        for k in task.shown(range(len(task.steps) - 1)):
-            if fields and descent.far_pays(fields, k):
-                descent.far_step(fields, k)
-            else:
-                descent.step(k)
-    descent.last()
+    descent.follow()
     return descent
 
 
@@ -137,7 +229,9 @@ def _get_ready(clouds: Clouds, task: Task) -> None:
         else:
             descent.step(0)
         descent.last()
-        descent.integral()
+        points = zip((clouds.x, clouds.y), layout.need, strict=True)
+        by_x, by_y = (torch.empty_like(part) if need else None for part, need in points)
+        descent.integrate(Outputs(clouds.a, by_x, None, by_y, None))
 
     compile_together(rehearse)
     _ready.add(key)
@@ -177,7 +271,7 @@ class Layout:
 def _layout(clouds: Clouds, task: Task) -> Layout:
     x, _, y, _ = clouds
     need = task.need_x, task.need_y
-    return _laid_out(*x.shape, y.shape[1], x.device, task.p, task.debias, need, task.precision, SMALL)
+    return _laid_out(*x.shape, y.shape[1], x.device, task.p, task.debias, need, task.precision, _small(x.device))
 
 
 @functools.lru_cache(maxsize=512)
@@ -230,12 +324,13 @@ def cut(layout: Layout, sloped: bool, shape: Shape) -> Cut:
 
 def shape_for(layout: Layout, sloped: bool) -> Shape:
     """The tile of one program."""
+    few = "3" if layout.width <= 3 else "8"
     if sloped:
-        return SLOPED if layout.width <= 3 else SLOPED_MANY
+        return named_shape(f"sloped-{few}", layout.device)
     if layout.small:
-        return WAITING if layout.width <= 3 else WAITING_MANY
+        return named_shape(f"waiting-{few}", layout.device)
     if layout.kind == FMA and layout.width <= 3:
-        return NEAR
+        return named_shape("near-3", layout.device)
     rows = layout.batch * (1 + layout.debias) * (layout.n + layout.m)
     return launch_shape(layout.kind, layout.width, rows, layout.device)
 
@@ -267,6 +362,11 @@ def table_for(numbers: tuple[tuple[tuple[float, ...], ...], ...], device: torch.
     return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
 
 
+def _rounded(size: int) -> int:
+    """Numbers from one aligned address to another."""
+    return -(-size // PAD) * PAD
+
+
 class Descent:
     """The state of one descent on the card."""
 
@@ -275,59 +375,107 @@ class Descent:
         self.x, self.y, self.task = x, y, task
         self.a, self.b = (weight if weight.stride(-1) == 1 else weight.contiguous() for weight in (a, b))
         self.layout = layout = _layout(clouds, task)
-        listed = len(task.steps[0]) > 1
-        capturing = not INTERPRETED and torch.cuda.is_current_stream_capturing()
-        self.small = layout.small and not capturing and task.shown is iter
+        self.small = layout.small and task.shown is iter and not _capturing()
         self.reference = 0.0 if layout.kind == FMA else 2 * task.steps[-1][0][0]
         self.numbers = numbers_for(task.steps, task.p, self.reference)
-        self.table: Tensor | None = None
-        if listed or self.small:
-            stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(x.device.index)
-            self.table = table_for(self.numbers, x.device, stream)
-        self.listed = int(listed)
+        self.listed = int(len(task.steps[0]) > 1)
+        self.room = 0 if task.measured is None else room_for_steps(task.p, *task.measured)
         self.turn = 0
+        self.launches: list[Launch] = []  # what has been started
         self.cuts = [cut(layout, False, shape_for(layout, False)), cut(layout, True, shape_for(layout, True))]
         self._allocate()
+        if not self.room and (self.listed or self.small):
+            stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(x.device.index)
+            self.table = table_for(self.numbers, x.device, stream)
         self._begin()
 
     def _allocate(self) -> None:
-        """One piece of memory for all that is computed, and one for what is counted."""
-        layout, (plain, sloped) = self.layout, self.cuts
-        few, each = layout.kind == FMA, layout.batch * layout.rows
-        slopes = layout.batch * 2 * (layout.n + layout.m) * layout.d * any(layout.need)
-        points = layout.batch * layout.width * few
-        sizes = (
-            points * layout.blocks_x * PAD, points * layout.blocks_y * PAD, each, 4 * each, 4 * each,
-            PAD * (-(-slopes // PAD)), PAD * (-(-plain.room // PAD)), sloped.room,
-        )  # fmt: skip
-        space = torch.empty(sum(sizes), device=layout.device)
-        self.points_x, self.points_y, self.logs, self.potentials, self.biases, *rest = space.split(sizes)
-        self.slopes, self.parts, self.sloped_parts = rest
-        counts = layout.batch * 4 * max(plain.most_tiles, sloped.most_tiles)
-        counters = torch.zeros(2 * counts + 1, dtype=torch.int32, device=layout.device)
-        self.counters, self.sloped_counters, self.meeting = counters.split((counts, counts, 1))
+        """One piece of memory for all that is computed, and one for what must be zero at the start."""
+        layout, (plain, sloped), batch = self.layout, self.cuts, self.layout.batch
+        few, each, programs = layout.kind == FMA, batch * layout.rows, self._blocks
+        slopes = batch * 2 * (layout.n + layout.m) * layout.d * any(layout.need)
+        points = batch * layout.width * few
+        self.counts = 2 * batch * 4 * max(plain.most_tiles, sloped.most_tiles) + 1
+        sizes = [
+            points * layout.blocks_x * PAD, points * layout.blocks_y * PAD, each, 4 * each, 4 * each, slopes,
+            plain.room, sloped.room, self.room * SETTING, 2 * self._box * programs * batch if self.room else 0,
+            2 * programs * batch, self.counts,
+        ]  # fmt: skip
+        space = torch.empty(sum(map(_rounded, sizes)), device=layout.device)
+        pieces = space.split([_rounded(size) for size in sizes])
+        self.points_x, self.points_y, self.logs, self.potentials, self.biases, self.slopes, *pieces = pieces
+        self.parts, self.sloped_parts, self.table, self.boxes, partial, counters = pieces
+        self.partial, self.counters = partial.view(torch.float64), counters.view(torch.int32)
+        self.sloped_counters, self.meeting = self.counters[self.counts // 2 :], self.counters[self.counts - 1 :]
+        self.arrivals = torch.zeros(ARRIVALS + batch, dtype=torch.int32, device=layout.device)
         self.state = 2 * each  # numbers of one state of potentials, or of biases
+
+    @property
+    def _blocks(self) -> int:
+        """Programs of one problem where each takes ``SHARE`` points."""
+        return (self.layout.blocks_x + self.layout.blocks_y) * (PAD // SHARE)
+
+    @property
+    def _box(self) -> int:
+        """Coordinates of a corner, as the kernel that prepares the points holds them."""
+        return 1 << (min(self.layout.d, 8) - 1).bit_length()
 
     def _begin(self) -> None:
         from .triton_symmetric_kernels import begin
 
-        layout, x, y = self.layout, self.x, self.y
+        layout, x, y, task = self.layout, self.x, self.y, self.task
         norms = sides = self.points_x, self.points_y
         self.prepared = None
         if layout.kind == DOT:
             epsilon = torch.full((1,), self.reference, dtype=torch.float64, device=layout.device).expand(layout.batch)
             self.prepared = triton.prepare(Cost(x, y, None), epsilon)
             norms = self.prepared.rows.half_norm, self.prepared.columns.half_norm
-        programs = (layout.blocks_x + layout.blocks_y) * (PAD // SHARE)
+        blur, scaling = task.measured or (1.0, 1.0)
         args = (
-            x, y, self.a, self.b, *sides, *norms, self.logs, self.biases, self.biases[self.state :], self.potentials,
-            self.logs if self.table is None else self.table, programs, layout.n, layout.m, layout.blocks_x,
-            layout.blocks_y, layout.d, *x.stride(), *y.stride(), self.a.stride(0), self.b.stride(0), self.listed,
-            self.numbers[0][0][0],
+            x, y, self.a, self.b, *sides, *norms, self.logs, self.biases, self.potentials, self.counters, self.arrivals,
+            self.boxes, self.table, self._blocks, layout.n, layout.m, layout.blocks_x, layout.blocks_y, layout.d,
+            layout.batch, *x.stride(), *y.stride(), self.a.stride(0), self.b.stride(0), self.listed, self.counts,
+            self.room, task.p, self.numbers[0][0][0], task.steps[-1][0][0], task.p * math.log(blur),
+            task.p * math.log(scaling), task.rho,
         )  # fmt: skip
         variant = (x.dtype, *(part.data_ptr() % 16 for part in (x, y, self.a, self.b)))
-        constants = (layout.kind, SHARE, 1 << (min(layout.d, 8) - 1).bit_length())
-        launch(begin, programs * layout.batch, args, constants, (("num_warps", 4),), variant)
+        constants = (layout.kind, SHARE, self._box)
+        self._start(begin, self._blocks * layout.batch, args, constants, (("num_warps", 4),), variant)
+        if task.start is not None:
+            self._start_from(*task.start)
+
+    def _start(
+        self, kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], options: Any,
+        variant: Any = None,
+    ) -> None:  # fmt: skip
+        self.launches.append(Launch(kernel, programs, args, constants, options, variant))
+        self.launches[-1]()
+
+    def _start_from(self, f: Tensor | None, g: Tensor | None, own_f: Tensor | None, own_g: Tensor | None) -> None:
+        """Potentials to start from; biases without any are there."""
+        layout, offset = self.layout, self.layout.blocks_x * PAD
+        potentials, biases = (part.view(2, layout.batch, 2, layout.rows) for part in (self.potentials, self.biases))
+        x, y = slice(layout.n), slice(offset, offset + layout.m)
+        for row, part, given in ((0, x, f), (0, y, g), (1, x, own_f), (1, y, own_g)):
+            if given is not None:
+                potentials[:, :, row, part] = given
+        bits: Any = self.numbers[0][0][1]
+        if self.listed:
+            bits = self.table[0, :, 1, None, None]
+        biases += potentials * bits
+
+    def follow(self) -> None:
+        """All steps."""
+        if self.small:
+            self.all_but_last()
+        else:
+            fields = far.fields(self.x, self.y) if self.task.p == 2 else []
+            for k in self.task.shown(range(len(self.task.steps) - 1)):
+                if fields and self.far_pays(fields, k):
+                    self.far_step(fields, k)
+                else:
+                    self.step(k)
+        self.last()
 
     def all_but_last(self) -> None:
         """All steps but the last in one launch."""
@@ -337,16 +485,15 @@ class Descent:
         programs = sized.programs(layout.debias)
         args = (
             self.points_x, self.points_y, self.logs, self.potentials, self.biases, self.parts, self.counters,
-            self.meeting, self.table, layout.batch, steps, programs, layout.n, layout.m, layout.blocks_x,
-            layout.blocks_y, sized.tiles_x, sized.tiles_y, sized.splits_x, sized.splits_y, sized.tiles_each,
-            sized.most_tiles, self.listed,
+            self.meeting, self.arrivals, self.table, layout.batch, steps, programs, layout.n, layout.m,
+            layout.blocks_x, layout.blocks_y, sized.tiles_x, sized.tiles_y, sized.splits_x, sized.splits_y,
+            sized.tiles_each, sized.most_tiles, self.listed,
         )  # fmt: skip
         together = processors(layout.device) * sized.shape.resident
         together = 1 if INTERPRETED else min(programs * layout.batch, together)
         constants = (layout.width, layout.p, sized.shape.rows, sized.shape.columns)
         options = sized.options if INTERPRETED else (*sized.options, ("launch_cooperative_grid", True))
-        launch(descend, together, args, constants, options)
-        self.turn = steps % 2
+        self._start(descend, together, args, constants, options)
 
     def step(self, k: int) -> None:
         """All softmins of a step."""
@@ -407,34 +554,31 @@ class Descent:
         shape = layout.batch, 2, layout.n + layout.m, layout.d
         return self.slopes[: math.prod(shape)].view(shape)
 
-    def integral(self) -> tuple[Tensor, ...]:
+    def integrate(self, outputs: Outputs) -> None:
         """Values and gradients from the potentials and their slopes."""
         from .triton_symmetric_kernels import integrate
 
         task, layout = self.task, self.layout
-        by_x, by_y = (
-            points.new_empty(points.shape if need else (0,))
-            for points, need in zip((self.x, self.y), layout.need, strict=True)
-        )
-        by_a, by_b = self.a.new_empty(layout.batch, layout.n), self.b.new_empty(layout.batch, layout.m)
-        programs = (layout.blocks_x + layout.blocks_y) * (PAD // SHARE)
-        partial = self.a.new_empty(layout.batch, programs, dtype=torch.float64)
         balanced = math.isinf(task.rho)
         strengths = (1.0, 1.0) if balanced else (task.rho, task.rho + task.steps[-1][0][0] / 2)
+        wanted = outputs.x, outputs.y, outputs.a, outputs.b
+        spare = next((by for by in wanted[:2] if by is not None), self.slopes)
+        by_x, by_y = (spare if by is None else by for by in wanted[:2])
+        by_a, by_b = (self.logs if by is None else by for by in wanted[2:])
         args = (
-            self.potentials[self.turn * self.state :], self.slopes, self.a, self.b, by_a, by_b, by_x, by_y, partial,
-            programs, layout.n, layout.m, layout.blocks_x, layout.blocks_y, layout.d, self.a.stride(0),
-            self.b.stride(0), int(balanced), int(task.debias), *map(int, layout.need), *strengths,
+            self.potentials[self.turn * self.state :], self.slopes, self.a, self.b, by_a, by_b, by_x, by_y,
+            self.partial, self.arrivals, outputs.value, self._blocks, layout.n, layout.m, layout.blocks_x,
+            layout.blocks_y, layout.d, self.a.stride(0), self.b.stride(0), int(balanced), int(task.debias),
+            *(int(by is not None) for by in wanted), *strengths,
         )  # fmt: skip
-        variant = (self.x.dtype, *(tensor.data_ptr() % 16 for tensor in (self.a, self.b, by_x, by_y)))
+        variant = by_x.dtype, *(tensor.data_ptr() % 16 for tensor in (self.a, self.b, by_a, by_b, by_x, by_y))
         chunk = min(16, 1 << (layout.d - 1).bit_length())
-        launch(integrate, programs * layout.batch, args, (SHARE, chunk), (("num_warps", 4),), variant)
-        return partial.sum(1, dtype=torch.float64).float(), by_x, by_a, by_y, by_b
+        self._start(integrate, self._blocks * layout.batch, args, (SHARE, chunk), (("num_warps", 4),), variant)
 
     def _launch(self, k: int, sloped: bool, for_x: int, for_y: int) -> None:
         from .triton_symmetric_kernels import step
 
-        layout, sized, table = self.layout, self.cuts[sloped], self.table
+        layout, sized = self.layout, self.cuts[sloped]
         programs = sized.programs(layout.debias, for_x, for_y)
         before, after = self.turn * self.state, (1 - self.turn) * self.state
         shape = sized.shape
@@ -442,13 +586,13 @@ class Descent:
             *self._points(), self.logs, self.potentials[before:], self.potentials[after:], self.biases[before:],
             self.biases[after:], self.slopes, self.sloped_parts if sloped else self.parts,
             self.sloped_counters if sloped else self.counters,
-            self.parts if self.prepared is None else self.prepared.slopes, self.parts if table is None else table,
+            self.parts if self.prepared is None else self.prepared.slopes, self.table,
             programs, layout.n, layout.m, layout.blocks_x, layout.blocks_y, sized.tiles_x * for_x,
             sized.tiles_y * for_y, sized.splits_x, sized.splits_y, sized.tiles_each, sized.most_tiles,
             layout.width // 64, k, layout.batch, self.listed, *self.numbers[k][0],
         )  # fmt: skip
         constants = (*layout.constants, shape.rows, shape.columns, shape.stages, sloped)
-        launch(step, programs * layout.batch, args, constants, sized.options, layout.kind)
+        self._start(step, programs * layout.batch, args, constants, sized.options, layout.kind)
 
     def _points(self) -> tuple[Tensor, ...]:
         if self.prepared is None:
@@ -464,7 +608,7 @@ class Descent:
         biases = self.biases[self.turn * self.state :][: self.state].view(layout.batch, 2, layout.rows)
         cases = ((x, slopes[:, :, : layout.n], layout.need[0]), (y, slopes[:, :, layout.n :], layout.need[1]))
         damping: Any = self.numbers[-1][0][6]
-        if self.listed and self.table is not None:
+        if self.listed:
             damping = self.table[-1, :, 6, None, None]
         for side, (points, out, wanted) in enumerate(cases):
             for own in range(1 + layout.debias if wanted else 0):

@@ -10,26 +10,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import DOT, FMA, HUGE, PAD, TINY, coordinate, coordinates, kernel, meet, middle, place, row_sums
+from .triton_kernels import DOT, FMA, HUGE, PAD, TINY, coordinate, coordinates, kernel, middle, place, row_sums
 
 FLOOR = tl.constexpr(1e-4)  # the least distance
 SETTING = tl.constexpr(7)  # numbers that tell a step what to do
+LOG2E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+ARRIVALS = tl.constexpr(4)  # after the arrivals of ``begin`` and the steps that it has counted: those of ``integrate``
+MOST_SPREAD = tl.constexpr(1e40)  # no box around numbers in float32 is wider
 
 
 @kernel
 def begin(
-    x, y, a, b_weight, points_x, points_y, norm_x, norm_y, logs, bias, other_bias, potential, table,
+    x, y, a, b_weight, points_x, points_y, norm_x, norm_y, logs, bias, potential, counters, arrivals, boxes, table,
     programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, d: tl.int32,
-    batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64, batch_y: tl.int64, stride_y: tl.int64,
-    stride_dy: tl.int64, batch_a: tl.int64, batch_b: tl.int64, listed: tl.int32, scale: tl.float32,
+    batch: tl.int32, batch_x: tl.int64, stride_x: tl.int64, stride_dx: tl.int64, batch_y: tl.int64, stride_y: tl.int64,
+    stride_dy: tl.int64, batch_a: tl.int64, batch_b: tl.int64, listed: tl.int32, counts: tl.int32, most: tl.int32,
+    p: tl.int32, scale: tl.float32, last: tl.float64, lowest: tl.float64, fall: tl.float64, rho: tl.float64,
     KIND: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """log₂ of the weights, biases without any potential, zero potentials; the padding gets no weight.
+    """log₂ of the weights, biases without any potential, zero potentials (both states); the padding gets no weight.
 
-    Few coordinates (FMA) are centred and laid out one after the other too: (B, d, padded).
+    Few coordinates (FMA) are centred and laid out one after the other too: (B, d, padded). Where ``most`` steps are
+    room for, the box around all points is measured too, and the last program to come writes the table of the descent.
+    Counters are set to zero.
     """
     b, block = place(programs)
     all_rows = (blocks_x + blocks_y) * PAD
+    lanes = tl.arange(0, BLOCK)
+    for at in range(tl.program_id(0) * BLOCK, counts, tl.num_programs(0) * BLOCK):
+        tl.store(counters + at + lanes, tl.zeros([BLOCK], tl.int32), mask=at + lanes < counts)
     if listed != 0:
         scale = tl.load(table + b * SETTING)
     x += b * batch_x
@@ -42,7 +51,7 @@ def begin(
         weights, count, norm, padded = b_weight + b * batch_b, m, norm_y, blocks_y * PAD
         cloud, points, stride, stride_d = y, points_y, stride_y, stride_dy
         local = block - blocks_x * (PAD // BLOCK)
-    rows = local * BLOCK + tl.arange(0, BLOCK)
+    rows = local * BLOCK + lanes
     log_weight = tl.log2(tl.maximum(tl.load(weights + rows, mask=rows < count, other=0.0), 0.0))
     value = log_weight
     if KIND == DOT:
@@ -53,16 +62,81 @@ def begin(
         inside = (rows[:, None] < count) & (dims[None, :] < d)
         where = rows[:, None].to(tl.int64) * stride + dims[None, :].to(tl.int64) * stride_d
         found = tl.load(cloud + where, mask=inside, other=0.0).to(tl.float32)
-        found = tl.where(inside, found - centre[None, :], 0.0)
-        tl.store(points + (b * d + dims[None, :]) * padded + rows[:, None], found, mask=dims[None, :] < d)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    nothing = tl.full([BLOCK], float("-inf"), tl.float32)
+        centred = tl.where(inside, found - centre[None, :], 0.0)
+        tl.store(points + (b * d + dims[None, :]) * padded + rows[:, None], centred, mask=dims[None, :] < d)
+        if most > 0:
+            box = boxes + tl.program_id(0) * (2 * CHUNK) + dims
+            tl.store(box, tl.min(tl.where(inside, found, float("inf")), 0))
+            tl.store(box + CHUNK, tl.max(tl.where(inside, found, float("-inf")), 0))
+    all_states = batch.to(tl.int64) * 2 * all_rows
+    at = block * BLOCK + lanes
     tl.store(logs + b * all_rows + at, log_weight)
-    for which in tl.static_range(2):
-        where_state = (b * 2 + which) * all_rows + at
+    for which in tl.static_range(4):
+        where_state = (which // 2) * all_states + (b * 2 + which % 2) * all_rows + at
         tl.store(bias + where_state, value)
-        tl.store(other_bias + where_state, nothing)
         tl.store(potential + where_state, tl.zeros([BLOCK], tl.float32))
+    if KIND == FMA:
+        if most > 0:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
+            tl.debug_barrier()
+            if arrived == tl.num_programs(0) - 1:
+                diameter = diagonal(boxes, d, CHUNK)
+                steps = schedule(table, most, p.to(tl.float64), diameter, last, lowest, fall, rho)
+                tl.store(arrivals, 0)
+                tl.store(arrivals + 1, steps)
+
+
+@triton.jit
+def diagonal(boxes, d, CHUNK: tl.constexpr):
+    """Of the box around the boxes that every program has found, in float64."""
+    dims, some = tl.arange(0, CHUNK), tl.arange(0, 64)
+    low, high = tl.full([CHUNK], float("inf"), tl.float32), tl.full([CHUNK], float("-inf"), tl.float32)
+    count = tl.num_programs(0)
+    for start in range(0, count, 64):
+        inside = (start + some < count)[:, None]
+        box = boxes + (start + some)[:, None] * (2 * CHUNK) + dims[None, :]
+        low = tl.minimum(low, tl.min(tl.load(box, mask=inside, other=float("inf"), cache_modifier=".cg"), 0))
+        box += CHUNK
+        high = tl.maximum(high, tl.max(tl.load(box, mask=inside, other=float("-inf"), cache_modifier=".cg"), 0))
+    side = tl.where(dims < d, high.to(tl.float64) - low.to(tl.float64), 0.0)
+    return tl.sqrt(tl.sum(side * side, 0))
+
+
+@triton.jit
+def temperature(k, between, begun, fall, last):
+    """The k-th of the descent: diameter^p, from there ``between`` geometric steps down, then blur^p."""
+    higher = tl.exp(begun + fall * tl.maximum(k - 1, 0).to(tl.float64))
+    return tl.where(k <= between, higher, last)
+
+
+@triton.jit
+def schedule(table, most, p, diameter, last, lowest, fall, rho):
+    """Write what each step but the last is told, as ``numbers_for`` does, and return how many there are.
+
+    ``lowest`` is p log blur and ``fall`` p log scaling. Without a spread of the points there is no descent.
+    """
+    begun = p * tl.log(diameter)
+    between = tl.minimum(tl.maximum(tl.ceil((lowest - begun) / fall), 0.0), most - 3.0)
+    between = tl.where((diameter > 0.0) & (diameter < MOST_SPREAD), between, -1.0).to(tl.int32)
+    steps = 3 + between
+    for start in range(0, steps, 64):
+        k = start + tl.arange(0, 64)
+        epsilon = temperature(tl.maximum(k - 1, 0), between, begun, fall, last)
+        following = temperature(k, between, begun, fall, last)
+        damping = 1.0 / (1.0 + epsilon / rho)
+        keep = 0.5 * tl.minimum(k, 1).to(tl.float64)
+        to_bits, next_bits = (1.0 / epsilon) * LOG2E, (1.0 / following) * LOG2E
+        told = table + k * SETTING
+        inside = k < steps
+        tl.store(told, tl.where(p == 1.0, to_bits, tl.sqrt(0.5 * to_bits)).to(tl.float32), mask=inside)
+        tl.store(told + 1, to_bits.to(tl.float32), mask=inside)
+        tl.store(told + 2, (epsilon * LN_2 * damping * (1.0 - keep)).to(tl.float32), mask=inside)
+        tl.store(told + 3, keep.to(tl.float32), mask=inside)
+        tl.store(told + 4, next_bits.to(tl.float32), mask=inside)
+        tl.store(told + 5, tl.where(p == 1.0, next_bits, tl.sqrt(0.5 * next_bits)).to(tl.float32), mask=inside)
+        tl.store(told + 6, damping.to(tl.float32), mask=inside)
+    return steps
 
 
 @triton.jit
@@ -421,9 +495,21 @@ def step(
     )  # fmt: skip
 
 
+@triton.jit
+def meet(counter, target):
+    """Wait until every program has come here; what they wrote before is visible after."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel") + 1
+    while arrived < target:
+        arrived = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
 @kernel
 def descend(
-    points_x, points_y, logs, potentials, biases, parts, counters, meeting, table,
+    points_x, points_y, logs, potentials, biases, parts, counters, meeting, arrivals, table,
     batch: tl.int32, steps: tl.int32, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32,
     blocks_y: tl.int32, tiles_x: tl.int32, tiles_y: tl.int32, splits_x: tl.int32, splits_y: tl.int32,
     tiles_each: tl.int32, most_tiles: tl.int32, listed: tl.int32,
@@ -431,12 +517,15 @@ def descend(
 ):
     """Some steps in one launch, for few coordinates. All programs must run at the same time: they meet after each step.
 
-    ``potentials`` and ``biases`` hold two states each, which take turns.
+    ``potentials`` and ``biases`` hold two states each, which take turns so that the first one is the last to be
+    written. Where ``steps`` is 0 it was counted on the card (``begin``).
     """
     first, count = tl.program_id(0), tl.num_programs(0)
     size = batch.to(tl.int64) * 2 * (blocks_x + blocks_y) * PAD
+    if steps == 0:
+        steps = tl.load(arrivals + 1)
     for k in range(steps):
-        now, other = (k % 2) * size, (1 - k % 2) * size
+        now, other = ((steps - k) % 2) * size, (1 - (steps - k) % 2) * size
         for number in range(first, programs * batch, count):
             b = (number // programs).to(tl.int64)
             scale, to_bits, share, keep, next_bits, next_scale, damping = told_by(table, k, b, batch, listed)
@@ -452,25 +541,26 @@ def descend(
 
 @kernel
 def integrate(
-    values, slopes, a, b_weight, phi_x, phi_y, by_x, by_y, partial,
+    values, slopes, a, b_weight, phi_x, phi_y, by_x, by_y, partial, arrivals, sum_out,
     programs: tl.int32, n: tl.int32, m: tl.int32, blocks_x: tl.int32, blocks_y: tl.int32, d: tl.int32,
     batch_a: tl.int64, batch_b: tl.int64, balanced: tl.int32, debias: tl.int32, for_x: tl.int32, for_y: tl.int32,
-    rho: tl.float32, strength: tl.float32, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    for_a: tl.int32, for_b: tl.int32, rho: tl.float32, strength: tl.float32, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """φ of every point, its weighted sum over a block of points in float64, and the gradients by the points.
+    """φ of every point, its weighted sum over all points, and the gradients by the points; what is wanted of them.
 
-    Balanced: φ = f − own. Under a reach: strength (e^(−own/ρ) − e^(−f/ρ)), with own = 0 where nothing is debiased.
+    Balanced: φ = f − own. Under a reach: strength (e^(−own/ρ) − e^(−f/ρ)), with own = 0 where nothing is debiased. Sums
+    are taken in float64, over blocks of points first; the last program of a problem adds those up.
     """
     b, block = place(programs)
     all_rows = (blocks_x + blocks_y) * PAD
     weights, count, phi_out, by, wanted, offset, first = a + b * batch_a, n, phi_x + b * n, by_x, for_x, 0, 0
-    by_place = b * n
+    by_place, keeps = b * n, for_a
     local = block
     x_programs = blocks_x * (PAD // BLOCK)
     if block >= x_programs:
         local = block - x_programs
         weights, count, phi_out, by, wanted = b_weight + b * batch_b, m, phi_y + b * m, by_y, for_y
-        offset, first, by_place = blocks_x * PAD, n, b * m
+        offset, first, by_place, keeps = blocks_x * PAD, n, b * m, for_b
     rows = local * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     state = values + b * 2 * all_rows + offset + rows
@@ -488,7 +578,7 @@ def integrate(
         phi = (strength * (own_left - left)).to(tl.float32)
         across_rate = (weight * (strength / rho * left)).to(tl.float32)
         own_rate = (weight * (strength / rho * own_left)).to(tl.float32)
-    tl.store(phi_out + rows, phi, mask=inside)
+    tl.store(phi_out + rows, phi, mask=inside & (keeps != 0))
     tl.store(partial + b * programs + block, tl.sum(tl.where(inside, weight * phi, 0.0).to(tl.float64), 0))
     if wanted != 0:
         for start in range(0, d, CHUNK):
@@ -501,3 +591,14 @@ def integrate(
                 total -= tl.load(own_slopes + where, mask=there, other=0.0) * own_rate[:, None]
             out = (by_place + rows[:, None].to(tl.int64)) * d + dims[None, :]
             tl.store(by + out, total, mask=there)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals + ARRIVALS + b, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if arrived == programs - 1:
+        tl.store(arrivals + ARRIVALS + b, 0)
+        lanes = tl.arange(0, BLOCK)
+        sums = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, programs, BLOCK):
+            some = partial + b * programs + start + lanes
+            sums += tl.load(some, mask=start + lanes < programs, other=0.0, cache_modifier=".cg")
+        tl.store(sum_out + b, tl.sum(sums, 0).to(tl.float32))

@@ -1,5 +1,6 @@
 """The annealed loop in Triton, interpreted on the CPU or compiled where there is a card, against blocks in float64."""
 
+import ctypes
 import os
 
 import pytest
@@ -12,7 +13,16 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from flashot_backends import dispatch  # noqa: E402
 from flashot_backends.kernels.sinkhorn import far, triton_symmetric  # noqa: E402
-from flashot_backends.ops.divergence import KERNELS, kernel_norm, sinkhorn_divergence, sinkhorn_potentials  # noqa: E402
+from flashot_backends.ops.divergence import (  # noqa: E402
+    KERNELS,
+    again,
+    kernel_norm,
+    loop,
+    sinkhorn_divergence,
+    sinkhorn_potentials,
+    transport,
+)
+from flashot_backends.ops.divergence.schedule import Settings  # noqa: E402
 from flashot_backends.plugins import KernelSpec  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -83,13 +93,13 @@ def test_dimensions(d, p):
 
 @pytest.mark.parametrize(("p", "reach", "debias", "wanted"), [(1, None, True, "y"), (2, 0.3, False, "xyab")])
 def test_a_launch_for_each_step(monkeypatch, p, reach, debias, wanted):
-    monkeypatch.setattr(triton_symmetric, "SMALL", 0)
+    monkeypatch.setattr(triton_symmetric, "_small", lambda device: 0)
     check(problem(9, 12, batch=(2,)), p=p, reach=reach, debias=debias, wanted=wanted, diameter=[1.0, 4.0])
 
 
 def test_large_temperatures_from_sums_over_cells(monkeypatch):
     taken, softmins = [], far.softmins
-    monkeypatch.setattr(triton_symmetric, "SMALL", 0)
+    monkeypatch.setattr(triton_symmetric, "_small", lambda device: 0)
     monkeypatch.setitem(far.COSTS, DEVICE, far.Costs(1.0, 1e-9, 1e-9, 1e-9))
     monkeypatch.setattr(far, "softmins", lambda *given: (taken.append(given), softmins(*given))[1])
     x, y, a, b = problem(40, 30, batch=(2,))
@@ -175,6 +185,38 @@ def test_potentials():
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=3e-6 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize(("d", "rho", "debias"), [(3, None, True), (3, 0.5, False), (12, 0.5, True)])
+def test_transport_from_potentials_that_are_given(d, rho, debias):
+    parts = problem(12, 17, d, (2,))
+    steps = [[4.0, 2.0], [1.0, 0.8], [0.3, 0.3]]
+
+    def found(backend, dtype):
+        x, y, a, b = inputs = [part.to(dtype).requires_grad_() for part in parts]
+        value, *potentials = transport.transport(x, y, a, b, steps, rho, debias, backend=backend)
+        gradients = torch.autograd.grad(value.sum(), inputs)
+        return [value, *(part for part in potentials if part.numel()), *gradients]
+
+    for ours, exact in zip(found(NAME, torch.float32), found("torch", torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=5e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize(("turned", "rho", "dtype"), [(False, None, torch.float32), (True, 0.5, torch.float16)])
+def test_transport_with_matrices(turned, rho, dtype):
+    x, y, a, b = problem(12, 600, batch=(2,))
+    matrix = torch.cdist(x, y).to(dtype)
+    matrix = matrix.mT.contiguous().mT if turned else matrix
+    a = torch.cat([torch.zeros_like(a[:, :1]), a[:, 1:] / a[:, 1:].sum(-1, keepdim=True)], -1)
+    steps = [[2.0, 1.0], [0.5, 0.3], [0.1, 0.1]]
+
+    def run(backend, weights, costs):
+        given = costs, None, a.to(weights), b.to(weights), steps, rho
+        return transport.transport(*given, backend=backend)[:3]
+
+    ours, exact = run(NAME, torch.float32, matrix), run("torch", torch.float64, matrix.double())
+    for part, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+
+
 def test_what_is_left_to_others():
     from flashot_backends.ops.sinkhorn.solver import Request
 
@@ -209,3 +251,180 @@ def test_kernel_norms_where_points_meet(kernel):
     torch.testing.assert_close(value.double(), exact, rtol=3e-6, atol=0)
     ours, theirs = torch.autograd.grad(value, x)[0], torch.autograd.grad(exact, x)[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+# Calls that are repeated in the buffers of an earlier one
+
+
+class Started:
+    """A launcher that knows addresses only, over the interpreter; counts its calls."""
+
+    head = ()
+
+    def __init__(self, kernel, args):
+        self.kernel, self.sizes, self.count = kernel, [self.size(arg) for arg in args], 0
+
+    @staticmethod
+    def size(arg):
+        if not isinstance(arg, torch.Tensor):
+            return None
+        return arg.dtype, arg.untyped_storage().nbytes() - arg.storage_offset() * arg.element_size()
+
+    def start(self, programs, _y, _z, _stream, *ready):
+        self.count += 1
+        args = list(ready)
+        for k, size in enumerate(self.sizes):
+            if size is not None:
+                dtype, room = size
+                memory = (ctypes.c_char * max(room, 8)).from_address(args[k] or ctypes.addressof(SPARE))
+                args[k] = torch.frombuffer(memory, dtype=dtype)
+        self.kernel[(programs,)](*args)
+
+
+SPARE = ctypes.create_string_buffer(64)
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Repeat calls on whatever device there is; the launchers that were used, by kernel and constants."""
+    from flashot_backends.kernels.sinkhorn import launch
+
+    monkeypatch.setattr(again, "_kept", {})
+    monkeypatch.setattr(again, "ELSEWHERE", ())
+    if not INTERPRETED:
+        return None
+    started, first = {}, launch.Launch._start_first
+
+    def start_first(one, number):
+        first(one, number)
+        started.setdefault(one.key, Started(one.kernel, one.args))
+
+    monkeypatch.setattr(launch, "_started", started)
+    monkeypatch.setattr(launch.Launch, "_start_first", start_first)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return started
+
+
+def value_and_gradients(parts, wanted="xyab", **options):
+    inputs = dict(zip("xyab", (part.float() for part in parts), strict=True))
+    needed = [inputs[name].requires_grad_() for name in wanted]
+    value = sinkhorn_divergence(**inputs, backend=NAME, **options)
+    gradients = torch.autograd.grad((value * torch.arange(1.0, 1 + value.numel(), device=DEVICE)).sum(), needed)
+    return [value.detach(), *gradients]
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        ((), {}),
+        ((), {"p": 1, "reach": 0.4, "debias": False, "wanted": "yb"}),
+        ((2,), {"reach": 0.4, "diameter": 1.7, "wanted": "x"}),
+        ((2,), {"diameter": [1.5, 3.0], "wanted": "a"}),
+        ((2,), {"diameter": "each", "wanted": "x"}),
+    ],
+)
+def test_what_is_repeated_is_the_same(repeated, monkeypatch, batch, options):
+    options = {"blur": 0.4, "scaling": 0.25, **options}
+    problems = [problem(11, 14, batch=batch, seed=seed) for seed in range(3)]
+    problems[1] = [part * 3 if part.shape[-1] == 3 else part for part in problems[1]]  # longer descents
+    found = [value_and_gradients(parts, **options) for parts in problems]
+    assert len(again._kept) == isinstance(options.get("diameter", 1.0), float), "others follow from values"
+    if again._kept and repeated is not None:
+        assert [one.count for one in repeated.values()] == [2] * 4
+    monkeypatch.setattr(again, "ELSEWHERE", (DEVICE,))
+    for ours, parts in zip(found, problems, strict=True):
+        for repeated_part, part in zip(ours, value_and_gradients(parts, **options), strict=True):
+            assert torch.equal(repeated_part, part)
+
+
+def test_uniform_weights_are_made_once(repeated):
+    problems = [[part.float() for part in problem(9, 12, seed=seed)[:2]] for seed in range(2)]
+    found = [sinkhorn_divergence(*parts, blur=0.3, backend=NAME) for parts in problems]
+    for value, (x, y) in zip(found, problems, strict=True):
+        a, b = torch.full((9,), 1 / 9, device=DEVICE), torch.full((12,), 1 / 12, device=DEVICE)
+        assert torch.equal(value, sinkhorn_divergence(x, y, a, b, blur=0.3, backend=NAME))
+    assert len(again._kept) == 2
+
+
+def test_what_came_out_earlier_stays(repeated):
+    (x, y, a, b), other = [[part.float() for part in problem(9, 12, seed=seed)] for seed in range(2)]
+    x.requires_grad_(), other[0].requires_grad_()
+    alone = torch.autograd.grad(sinkhorn_divergence(x, y, a, b, blur=0.3, backend=NAME), x)[0]
+    values = [sinkhorn_divergence(*parts, blur=0.3, backend=NAME) for parts in ((x, y, a, b), other)]
+    assert values[0].shape == ()
+    assert values[0] != values[1]
+    gradients = [torch.autograd.grad(value, parts[0])[0] for value, parts in zip(values, ((x,), other), strict=True)]
+    assert torch.equal(gradients[0], alone)
+    assert not torch.equal(gradients[1], alone)
+
+
+def test_one_cloud_in_both_places(repeated):
+    (x, y, _, _), (z, w, _, _) = ([part.float() for part in problem(10, 10, seed=seed)] for seed in range(2))
+    for first, second in ((x, x), (z, z), (x, y), (z, w), (x, x)):
+        value = sinkhorn_divergence(first, second, blur=0.3, backend=NAME)
+        assert (abs(float(value)) < 1e-6) == (first is second)
+
+
+def test_repeated_second_derivatives_are_refused(repeated):
+    x, y, a, b = (part.float() for part in problem(9, 12))
+    x.requires_grad_()
+    for _ in range(2):
+        (by_x,) = torch.autograd.grad(sinkhorn_divergence(x, y, a, b, blur=0.3, backend=NAME), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            by_x.sum().backward()
+
+
+def test_bad_arguments_are_named_however_often(repeated):
+    x, y, a, b = (part.float() for part in problem(9, 12))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"scaling is 1\.5"):
+            sinkhorn_divergence(x, y, a, b, scaling=1.5, backend=NAME)
+        with pytest.raises(ValueError, match="a has shape"):
+            sinkhorn_divergence(x, y, b, b, backend=NAME)
+    assert not again._kept
+
+
+@pytest.mark.parametrize(
+    ("p", "spread", "blur", "scaling"), [(1, 1, 0.05, 0.5), (2, 7, 0.5, 0.9), (2, 0, 0.1, 0.5), (1, 1, 9.0, 0.5)]
+)
+def test_the_card_measures_as_the_host_does(p, spread, blur, scaling):
+    """The box around all points, and the steps that follow from it."""
+    x, y, a, b = problem(700, 20)
+    x, y = (x * spread).float()[None], (y * spread).float()[None]
+    weights = a.float()[None], b.float()[None]
+    settings = Settings(p, blur, 0.7, scaling, [], False, True, False)
+    clouds, measured = loop.task(triton_symmetric, (x, weights[0], y, weights[1]), settings, False, False, "")
+    listed = measured._replace(steps=loop.task(Waits, clouds, settings, False, False, "")[1].steps, measured=None)
+    with triton_symmetric.on(x.device):
+        ours = triton_symmetric.Descent(clouds, measured)
+        steps = int(ours.arrivals[1])
+        assert steps == len(listed.steps) - 1
+        expected = torch.tensor(triton_symmetric.numbers_for(listed.steps, p, 0.0))[:-1, 0]
+    found = ours.table[: steps * triton_symmetric.SETTING].view(steps, -1).cpu()
+    torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
+    assert not ours.counters[: ours.counts].any()
+    assert int(ours.arrivals[0]) == 0
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_points_that_are_no_numbers_end_in_nan(what):
+    x, y, a, b = (part.float() for part in problem())
+    x[3, 1] = what
+    assert sinkhorn_divergence(x, y, a, b, backend=NAME).isnan()
+
+
+def test_few_layouts_are_kept(monkeypatch):
+    monkeypatch.setattr(again, "_kept", {})
+    for key in range(3 * again.MOST):
+        again._keep(key, key)
+    assert list(again._kept) == list(range(2 * again.MOST, 3 * again.MOST))
+
+
+class Waits:
+    """A kernel that leaves measuring to the host."""
+
+    Clouds, Task = triton_symmetric.Clouds, triton_symmetric.Task
+
+    @staticmethod
+    def measures(*given):
+        return False

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from flashot_backends.kernels.sinkhorn import whole  # noqa: E402
 from flashot_backends.ops.divergence import (  # noqa: E402
     KERNELS,
     kernel_norm,
@@ -15,6 +16,20 @@ from flashot_backends.ops.divergence import (  # noqa: E402
 )
 
 BACKENDS = ("torch", "reference")
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """No cloud is small."""
+    monkeypatch.setattr(whole, "MOST", 0)
+
+
+@pytest.fixture(params=["at once", "streamed"])
+def way(request, monkeypatch):
+    """Both ways of torch: all pairs at once, for small clouds, and streamed."""
+    if request.param == "streamed":
+        monkeypatch.setattr(whole, "MOST", 0)
+    return request.param
 
 
 def cloud(n, d=3, batch=(), seed=0, dtype=torch.float64):
@@ -87,7 +102,7 @@ def test_balanced_gradients_are_those_of_the_value(p, debias):
 @pytest.mark.parametrize("reach", [None, 0.3])
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("d", [1, 3, 8, 9, 40])
-def test_the_streamed_kernel_agrees_with_the_plain_one(d, p, reach):
+def test_torch_agrees_with_the_plain_kernel(way, d, p, reach):
     inputs = [part.requires_grad_() for part in problem(33, 50, d, (2,))]
     results = []
     for backend in BACKENDS:
@@ -97,7 +112,7 @@ def test_the_streamed_kernel_agrees_with_the_plain_one(d, p, reach):
         torch.testing.assert_close(streamed, plain, rtol=1e-9, atol=1e-12)
 
 
-def test_strips_smaller_than_the_problem(monkeypatch):
+def test_strips_smaller_than_the_problem(streamed, monkeypatch):
     from flashot_backends.kernels.sinkhorn import blocks
 
     inputs = [part.requires_grad_() for part in problem(65, 50)]
@@ -115,7 +130,7 @@ def test_strips_smaller_than_the_problem(monkeypatch):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_steep_descents_and_small_blurs_stay_right(p):
+def test_steep_descents_and_small_blurs_stay_right(way, p):
     """A factor of a hundred between temperatures leaves the range in which one exponential serves both updates."""
     x, y, a, b = problem(40, 30)
     options = {"p": p, "blur": 1e-3, "scaling": 0.05}
@@ -126,13 +141,13 @@ def test_steep_descents_and_small_blurs_stay_right(p):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_a_cloud_is_no_distance_from_itself(p):
+def test_a_cloud_is_no_distance_from_itself(way, p):
     x, _, a, _ = problem(dtype=torch.float32)
     assert abs(float(sinkhorn_divergence(x, x, a, a, p=p))) < 1e-6
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_points_without_weight_count_nothing(p):
+def test_points_without_weight_count_nothing(way, p):
     x, y, a, b = problem()
     wider = torch.cat([x, torch.full((3, 3), 0.5, dtype=x.dtype)]), torch.cat([a, torch.zeros(3, dtype=a.dtype)])
     wider = [part.requires_grad_() for part in wider]
@@ -143,14 +158,14 @@ def test_points_without_weight_count_nothing(p):
     assert by_weights.isfinite().all()
 
 
-def test_a_common_offset_changes_nothing():
+def test_a_common_offset_changes_nothing(way):
     x, y, a, b = problem(200, 150, dtype=torch.float32)
     near = sinkhorn_divergence(x, y, a, b, diameter=2.0)
     far = sinkhorn_divergence(x + 64, y + 64, a, b, diameter=2.0)
     torch.testing.assert_close(far, near, rtol=2e-4, atol=0)  # the points themselves have lost some bits
 
 
-def test_elements_of_a_batch_share_a_diameter_unless_told_otherwise():
+def test_elements_of_a_batch_share_a_diameter_unless_told_otherwise(way):
     x, y, a, b = problem(20, 30, batch=(3,))
     x, y = (part * torch.tensor([1.0, 4.0, 0.02], dtype=part.dtype)[:, None, None] for part in (x, y))
     for p in (1, 2):
@@ -174,7 +189,7 @@ def test_more_batch_axes_and_broadcasting():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_points_give_float32_results(dtype):
+def test_narrow_points_give_float32_results(way, dtype):
     x, y, a, b = problem(dtype=torch.float32)
     x, y = x.to(dtype).requires_grad_(), y.to(dtype)
     value = sinkhorn_divergence(x, y, a, b)
@@ -201,14 +216,14 @@ def test_numpy_comes_back_as_numpy():
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_coinciding_points_give_finite_results(p):
+def test_coinciding_points_give_finite_results(way, p):
     x = torch.zeros(5, 2, requires_grad=True)
     value = sinkhorn_divergence(x, torch.zeros(4, 2), p=p)
     assert abs(float(value.detach())) < 1e-6
     assert torch.autograd.grad(value, x)[0].isfinite().all()
 
 
-def test_potentials_are_the_gradients_by_the_weights():
+def test_potentials_are_the_gradients_by_the_weights(way):
     x, y, a, b = (part.requires_grad_() for part in problem())
     value = sinkhorn_divergence(x, y, a, b)
     by_a, by_b = torch.autograd.grad(value, [a, b])
@@ -274,12 +289,18 @@ def test_compiled_it_is_one_graph(p):
 
 
 def test_the_custom_ops_keep_their_contract():
-    from flashot_backends.ops.divergence import torch_ops
+    from flashot_backends.ops.divergence import torch_ops, transport
 
     x, y, a, b = (part[None].requires_grad_() for part in problem(4, 5))
-    settings = (2, 0.2, math.inf, 0.5, [1.5], False, True, False, True, True, "", "")
-    for op in (torch_ops.divergence, torch_ops.divergence_potentials):
-        torch.library.opcheck(op.custom, (x, a, y, b, *settings))
+    for debias in (True, False):
+        settings = (2, 0.2, math.inf, 0.5, [1.5], False, debias, False, True, True, "", "")
+        for op in (torch_ops.divergence, torch_ops.divergence_potentials):
+            torch.library.opcheck(op.custom, (x, a, y, b, *settings))
+        steps = ([1.0, 0.3], 1, math.inf, debias, True, True, "", "")
+        torch.library.opcheck(transport.transport_op.custom, (x, y, a, b, *steps))
+    matrix = torch.rand(1, 4, 5, dtype=x.dtype, requires_grad=True)
+    steps = ([1.0, 0.3], 1, 0.7, False, True, False, "", "")
+    torch.library.opcheck(transport.transport_op.custom, (matrix, None, a, b, *steps))
     torch.library.opcheck(torch_ops.distance_product.custom, (x, y, b[:, :, None], "", ""))
 
 
@@ -291,16 +312,48 @@ def test_functional_gradients():
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
-def test_nothing_is_kept_for_a_gradient_that_nobody_wants(monkeypatch):
+def test_nothing_is_kept_for_a_gradient_that_nobody_wants(way, monkeypatch):
     from flashot_backends.kernels.sinkhorn import blocks
 
     def refuse(*arguments):
         raise AssertionError("a slope was computed")
 
     monkeypatch.setattr(blocks.Points, "softmin_slope", refuse)
+    monkeypatch.setattr(whole.Points, "slopes", refuse)
     x, y, a, b = problem()
     with torch.no_grad():
         sinkhorn_divergence(x.requires_grad_(), y, a, b)
+    with pytest.raises(AssertionError, match="a slope"):
+        sinkhorn_divergence(x, y, a, b)
+
+
+def test_which_clouds_are_small():
+    assert whole.fits(1, 128, 128, True, 3)
+    assert not whole.fits(1, 128, 129, True, 3)
+    assert whole.fits(1, 128, 129, False, 3)
+    assert not whole.fits(2, 128, 128, True, 3)
+    assert not whole.fits(1, 128, 128, True, 200)
+
+
+@pytest.mark.parametrize("rho", [None, 0.7])
+@pytest.mark.parametrize("kind", ["points", "debiased", "matrix"])
+def test_transport_of_small_problems_is_streamed_transport(monkeypatch, kind, rho):
+    from flashot_backends.ops.divergence.transport import transport
+
+    x, y, a, b = problem(6, 9, batch=(2,))
+    steps = [[3.0, 1.0], [0.5, 0.4], [0.2, 0.2]]
+
+    def run(*points):
+        inputs = [part.clone().requires_grad_() for part in (*points, a, b)]
+        costs = (inputs[0], None) if len(points) == 1 else inputs[:2]
+        value, *potentials = transport(*costs, *inputs[-2:], steps, rho, kind == "debiased")
+        return value.detach(), *potentials, *torch.autograd.grad(value.sum(), inputs)
+
+    given = (torch.cdist(x, y),) if kind == "matrix" else (x, y)
+    found = run(*given)
+    monkeypatch.setattr(whole, "MOST", 0)
+    for ours, streamed in zip(found, run(*given), strict=True):
+        torch.testing.assert_close(ours, streamed, rtol=1e-10, atol=1e-13)
 
 
 def test_second_derivatives_are_refused():

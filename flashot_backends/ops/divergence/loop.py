@@ -7,13 +7,13 @@ for unbalanced optimal transport", 2019, for the damping. Everything runs in the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashot_backends.kernels.sinkhorn import far
+from flashot_backends.kernels.sinkhorn import far, whole
 from flashot_backends.kernels.sinkhorn.blocks import Blocks
 
 from ... import dispatch
@@ -56,11 +56,17 @@ def anneal(
     clouds = (x, a, y, b)
     kernel = in_one_go(x, y, settings.metric, backend)
     if kernel is not None:
-        return _sides(kernel.anneal(*task(kernel, clouds, settings, need_x, need_y, precision)), settings, x, y)
+        return sides(kernel.anneal(*task(kernel, clouds, settings, need_x, need_y, precision)), settings.debias, x, y)
     steps = descent(settings, x, y)
     logs = log_weights(a), log_weights(b)
-    costs = _costs(x, y, steps[0].epsilon * settings.unit, settings, precision, backend)
-    fields = far.fields(x, y) if settings.p == 2 and isinstance(costs.cross, Blocks) else []
+    how = steps[0].epsilon * settings.unit, settings.metric, precision, backend
+    cross = make_operator(x, y, *how)
+    if isinstance(cross, Blocks) and whole.fits(*cross.cost.size, settings.debias, x.shape[-1]):
+        pairs = whole.Points(x, y, *logs, settings.p, settings.debias)
+        start = update(pairs, None, steps[0])
+        return at_once(pairs, start, _shown(steps, settings), steps[-1], (x.shape[1], y.shape[1]), need_x, need_y)
+    costs = _costs(cross, x, y, settings, how)
+    fields = far.fields(x, y) if settings.p == 2 and isinstance(cross, Blocks) else []
     duals = _start(costs, logs, steps[0], fields)
     for step in _shown(steps, settings):
         costs = costs.at(step.epsilon * settings.unit)
@@ -68,10 +74,16 @@ def anneal(
     return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
 
 
-def in_one_go(x: Tensor, y: Tensor, metric: str, backend: str) -> Any:
-    """The kernel for whole descents and norms, or None where the one in charge knows single reductions only."""
-    shape = x.shape[0], x.shape[1], y.shape[1]
-    request = Request("torch", x.device.type, "points", x.dtype, metric, shape, x.shape[-1])
+def in_one_go(x: Tensor, y: Tensor | None, metric: str, backend: str) -> Any:
+    """The kernel for whole descents and norms, or None where the one in charge knows single reductions only.
+
+    For points x and y, or for matrices of costs as x.
+    """
+    if y is None:
+        request = Request("torch", x.device.type, "matrix", x.dtype, "matrix", tuple(x.shape))  # type: ignore[arg-type]
+    else:
+        shape = x.shape[0], x.shape[1], y.shape[1]
+        request = Request("torch", x.device.type, "points", x.dtype, metric, shape, x.shape[-1])
     try:
         kernel = dispatch.select("divergence", request, _names(backend))
     except dispatch.BackendError:
@@ -80,16 +92,25 @@ def in_one_go(x: Tensor, y: Tensor, metric: str, backend: str) -> Any:
 
 
 def task(kernel: Any, clouds: Any, settings: Settings, need_x: bool, need_y: bool, precision: str) -> tuple[Any, Any]:
-    """The problem, as such a kernel takes it."""
-    diameters = tuple(settings.diameters) or tuple(extents(clouds[0], clouds[2], settings.each))
-    steps = _one_launch_each(settings.p, settings.blur, settings.scaling, settings.rho, diameters)
+    """The problem, as such a kernel takes it. Measuring waits for the device, unless the kernel measures."""
+    p, blur, scaling = settings.p, settings.blur, settings.scaling
+    x, y, measured = clouds[0], clouds[2], None
+    if not (settings.diameters or settings.each or settings.verbose):
+        measured = (blur, scaling) if kernel.measures(x, y, p, blur, scaling, settings.debias) else None
+    if measured is None:
+        diameters = tuple(settings.diameters) or tuple(extents(x, y, settings.each))
+        steps = _one_launch_each(p, blur, scaling, settings.rho, diameters)
+    else:
+        steps = (_last_step(settings.epsilon, settings.rho),)
     how = precision or session().precision, functools.partial(_shown, settings=settings) if settings.verbose else iter
-    return kernel.Clouds(*clouds), kernel.Task(
-        settings.p, steps, settings.rho, settings.debias, need_x, need_y, *how
-    )
+    return kernel.Clouds(*clouds), kernel.Task(p, steps, settings.rho, settings.debias, need_x, need_y, *how, measured)
 
 
 Numbers = tuple[float, float, float]  # temperature, damping, and how much of the potentials is kept
+
+
+def _last_step(epsilon: float, rho: float) -> tuple[Numbers, ...]:
+    return ((epsilon, damping(rho, epsilon), 0.0),)
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,17 +130,16 @@ def _one_launch_each(
     return (numbers(0, 0.0), *(numbers(k, 0.5) for k in range(count)), numbers(count - 1, 0.0))
 
 
-def _sides(found: Any, settings: Settings, x: Tensor, y: Tensor) -> tuple[Side, Side]:
+def sides(found: Any, debias: bool, x: Tensor, y: Tensor) -> tuple[Side, Side]:
     """Each cloud's part of what a kernel found."""
 
     def side(points: Tensor, first: int, first_slope: int) -> Side:
         count = points.shape[1]
         values = found.values[:, :, first : first + count]
         slopes = None if found.slopes is None else found.slopes[:, :, first_slope : first_slope + count]
-        own = settings.debias
         return Side(
-            values[:, 0], values[:, 1] if own else None, None if slopes is None else slopes[:, 0],
-            slopes[:, 1] if own and slopes is not None else None,
+            values[:, 0], values[:, 1] if debias else None, None if slopes is None else slopes[:, 0],
+            slopes[:, 1] if debias and slopes is not None else None,
         )  # fmt: skip
 
     return side(x, 0, 0), side(y, found.offset, x.shape[1])
@@ -134,12 +154,37 @@ class Duals(NamedTuple):
     own_g: Tensor | None
 
 
-def _costs(x: Tensor, y: Tensor, epsilon: Tensor, settings: Settings, precision: str, backend: str) -> Costs:
-    how = epsilon, settings.metric, precision, backend
-    cross = make_operator(x, y, *how)
+def _costs(cross: Any, x: Tensor, y: Tensor, settings: Settings, how: tuple[Tensor, str, str, str]) -> Costs:
     if not settings.debias:
         return Costs(cross, None, None)
     return Costs(cross, make_operator(x, x, *how), make_operator(y, y, *how))
+
+
+def update(pairs: whole.Whole, potentials: Tensor | None, step: Step) -> Tensor:
+    """What follows from potentials (B, softmins, longest), or from none."""
+    softmins = pairs.softmins(potentials, step.epsilon.to(pairs.logs.dtype))
+    return (softmins * _column(step.damping)).to(softmins.dtype)
+
+
+def at_once(
+    pairs: whole.Whole, potentials: Tensor, steps: Iterable[Step], end: Step, sizes: tuple[int, int], need_x: bool,
+    need_y: bool,
+) -> tuple[Side, Side]:
+    """The same loop and last step on all pairs at once."""
+    for step in steps:
+        middle = torch.lerp(potentials, update(pairs, potentials, step), 0.5)
+        potentials = middle if step.begun is None else torch.where(step.begun[:, :, None], middle, potentials)
+    final, epsilon = update(pairs, potentials, end), end.epsilon.to(pairs.logs.dtype)
+
+    def slope(k: int, need: bool) -> Tensor | None:
+        return (pairs.slopes(potentials, epsilon, k) * _column(end.damping)).to(final.dtype) if need else None
+
+    def side(k: int, need: bool) -> Side:
+        across = final[:, k, : sizes[k]], slope(k, need)
+        own = (final[:, k + 2, : sizes[k]], slope(k + 2, need)) if len(pairs.partners) > 2 else (None, None)
+        return Side(across[0], own[0], across[1], own[1])
+
+    return side(0, need_x), side(1, need_y)
 
 
 def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step, fields: list[far.Field]) -> Duals:

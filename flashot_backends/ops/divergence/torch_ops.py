@@ -109,6 +109,7 @@ def _(x, a, y, b, grad, by_x, by_a, by_y, by_b):  # type: ignore[no-untyped-def]
 def _divergence_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or zeros are made for each output that has no derivative
 
 
 def _divergence_grad(ctx: Any, grad: Tensor, *_: Any) -> Any:
@@ -192,13 +193,15 @@ def divergence_potentials(
     """Potentials (B, n) and (B, m), less each cloud's own when debiased, and their derivatives by their own points."""
     settings = Settings(p, blur, reach, scaling, diameters, each, debias, verbose)
     sides = anneal(x, a, y, b, settings, need_x, need_y, precision, backend)
-    potentials = [side.across if side.own is None else side.across - side.own for side in sides]
-    slopes = [or_nothing(_difference(side.across_slope, side.own_slope), a) for side in sides]
+    potentials = [_difference(side.across, side.own) for side in sides]
+    given = [(side.across_slope, side.own_slope) for side in sides]
+    slopes = [a.new_empty(0) if across is None else _difference(across, own) for across, own in given]
     return potentials[0], potentials[1], slopes[0], slopes[1]
 
 
-def _difference(across: Tensor | None, own: Tensor | None) -> Tensor | None:
-    return across if across is None or own is None else across - own
+def _difference(across: Tensor, own: Tensor | None) -> Tensor:
+    """A tensor of its own: kernels give parts of all that they hold."""
+    return across.clone() if own is None else across - own
 
 
 @divergence_potentials.fake

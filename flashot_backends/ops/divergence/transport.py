@@ -14,11 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels.sinkhorn import whole
+from flashot_backends.kernels.sinkhorn.blocks import Blocks
+
+from ...config import settings as session
 from ..sinkhorn.problem import log_weights
 from ..sinkhorn.solver import make_operator
 from ..sinkhorn.torch_ops import StreamedOp, apply
-from .loop import Costs, Duals, Side, averaged, last
-from .schedule import Step
+from .loop import Costs, Duals, Side, at_once, averaged, in_one_go, last, sides
+from .schedule import Step, damping
 from .torch_ops import or_nothing, refuse_second
 
 
@@ -87,40 +91,93 @@ def transport_op(
     debias: bool, need_x: bool, need_y: bool, precision: str, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Values, the four potentials, and the values' gradients by x (or the matrix), y, a and b."""
-    batch = a.shape[0]
-    steps = [
-        _step(torch.tensor(epsilons[k : k + together], dtype=torch.float64, device=a.device).expand(batch), rho)
-        for k in range(0, len(epsilons), together)
-    ]
+    table = [epsilons[k : k + together] for k in range(0, len(epsilons), together)]
+    start = _start(x, y, a, b, _step(table[0], rho, a), debias)
+    kernel = in_one_go(x, y, "sqeuclidean", backend)
+    if kernel is None:
+        both = _stepwise(x, y, a, b, table, rho, start, need_x, need_y, (precision, backend))
+    else:
+        both = _at_once(kernel, x, y, a, b, table, rho, start, need_x, need_y, precision)
+    epsilon = _step(table[-1], rho, a).epsilon[:, None]
+    masses = b.sum(-1, keepdim=True).double(), a.sum(-1, keepdim=True).double()
+    parts = [_part(side, w, mass, epsilon, rho) for side, w, mass in zip(both, (a, b), masses, strict=True)]
+    by_x = parts[0].by_points
+    if need_x and y is None:
+        operator = _operator(x, None, _step(table[-1], rho, a), (precision, backend))
+        by_x = _plan(operator, (log_weights(a), log_weights(b)), both)
+    own = (or_nothing(side.own, a) for side in both)
+    gradients = (or_nothing(by_x, a).to(x.dtype), or_nothing(parts[1].by_points, a).to(x.dtype))
+    value = (parts[0].value + parts[1].value).to(a.dtype)
+    return value, both[0].across, both[1].across, *own, *gradients, parts[0].by_weight, parts[1].by_weight  # type: ignore[return-value]
+
+
+def _stepwise(
+    x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, table: Sequence[Sequence[float]], rho: float, duals: Duals,
+    need_x: bool, need_y: bool, how: tuple[str, str],
+) -> tuple[Side, Side]:
+    """One step after the other."""
+    steps = [_step(each, rho, a) for each in table]
     logs = log_weights(a), log_weights(b)
-    costs, duals = _costs(x, y, steps[0], debias, precision, backend), _start(x, y, a, b, steps[0], debias)
+    debias = duals.own_f is not None
+    cross = _operator(x, y, steps[0], how)
+    if isinstance(cross, Blocks) and whole.fits(*cross.cost.size, debias, x.shape[-1] if y is not None else 1):
+        return _all_pairs(x, y, logs, steps, duals, need_x and y is not None, need_y)
+    own = (_operator(points, points, steps[0], how) if debias else None for points in (x, y))
+    costs = Costs(cross, *own)
     for step in steps:
         costs = costs.at(step.epsilon)
         duals = averaged(costs, logs, duals, step)
-    points = y is not None
-    sides = last(costs, logs, duals, steps[-1], 1, need_x and points, need_y)
-    epsilon = steps[-1].epsilon[:, None]
-    masses = b.sum(-1, keepdim=True).double(), a.sum(-1, keepdim=True).double()
-    parts = [_part(side, w, mass, epsilon, rho) for side, w, mass in zip(sides, (a, b), masses, strict=True)]
-    by_x = parts[0].by_points
-    if need_x and not points:
-        by_x = _plan(costs.cross, logs, sides)
-    own = (or_nothing(side.own, a) for side in sides)
-    gradients = (or_nothing(by_x, a).to(x.dtype), or_nothing(parts[1].by_points, a).to(x.dtype))
-    value = (parts[0].value + parts[1].value).to(a.dtype)
-    return value, sides[0].across, sides[1].across, *own, *gradients, parts[0].by_weight, parts[1].by_weight  # type: ignore[return-value]
+    return last(costs, logs, duals, steps[-1], 1, need_x and y is not None, need_y)
 
 
-def _step(epsilon: Tensor, rho: float) -> Step:
-    return Step(epsilon, 1.0 if math.isinf(rho) else (1 / (1 + epsilon / rho))[:, None], None)
+def _all_pairs(
+    x: Tensor, y: Tensor | None, logs: tuple[Tensor, Tensor], steps: Sequence[Step], duals: Duals, need_x: bool,
+    need_y: bool,
+) -> tuple[Side, Side]:
+    """The same for few pairs. Of points |x − y|²/2 is counted: half of everything here."""
+    unit = 1.0 if y is None else 0.5
+    if y is None:
+        pairs = whole.Whole((x, x.mT), logs[::-1])
+    else:
+        pairs = whole.Points(x, y, *logs, 2, duals.own_f is not None)
+    steps = [step._replace(epsilon=unit * step.epsilon) for step in steps]
+    start = unit * pairs.stack([potential for potential in duals if potential is not None])
+    sizes = logs[0].shape[1], logs[1].shape[1]
+    return _times(1 / unit, at_once(pairs, start, steps, steps[-1], sizes, need_x, need_y))
 
 
-def _costs(x: Tensor, y: Tensor | None, step: Step, debias: bool, precision: str, backend: str) -> Costs:
-    how = step.epsilon, "matrix" if y is None else "sqeuclidean", precision, backend
-    cross = make_operator(x, y, *how)
-    if not debias:
-        return Costs(cross, None, None)
-    return Costs(cross, make_operator(x, x, *how), make_operator(y, y, *how))  # type: ignore[arg-type]
+def _times(factor: float, both: tuple[Side, Side]) -> tuple[Side, Side]:
+    return tuple(Side(*(None if part is None else factor * part for part in side)) for side in both)  # type: ignore[return-value]
+
+
+def _at_once(
+    kernel: Any, x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, table: Sequence[Sequence[float]], rho: float,
+    duals: Duals, need_x: bool, need_y: bool, precision: str,
+) -> tuple[Side, Side]:
+    """The same by a kernel for whole descents. Of points it counts |x − y|²/2: half of everything here."""
+    unit = 1.0 if y is None else 0.5
+
+    def numbers(each: Sequence[float], keep: float) -> tuple[tuple[float, float, float], ...]:
+        return tuple((unit * epsilon, damping(rho, epsilon), keep) for epsilon in each)
+
+    steps = (*(numbers(each, 0.5) for each in table), numbers(table[-1], 0.0))
+    if y is None:
+        f, g = kernel.anneal_matrices(x, a, b, steps, duals.f, duals.g)
+        return Side(f, None, None, None), Side(g, None, None, None)
+    start = tuple(None if potential is None else unit * potential for potential in duals)
+    debias, how = duals.own_f is not None, precision or session().precision
+    todo = kernel.Task(2, steps, unit * rho, debias, need_x, need_y, how, start=start)
+    return _times(1 / unit, sides(kernel.anneal(kernel.Clouds(x, a, y, b), todo), debias, x, y))
+
+
+def _step(epsilons: Sequence[float], rho: float, like: Tensor) -> Step:
+    """The step at one temperature for all elements, or one for each."""
+    epsilon = torch.tensor(epsilons, dtype=torch.float64, device=like.device).expand(len(like))
+    return Step(epsilon, 1.0 if math.isinf(rho) else damping(rho, epsilon)[:, None], None)
+
+
+def _operator(x: Tensor, y: Tensor | None, step: Step, how: tuple[str, str]) -> Any:
+    return make_operator(x, y, step.epsilon, "matrix" if y is None else "sqeuclidean", *how)
 
 
 def _start(x: Tensor, y: Tensor | None, a: Tensor, b: Tensor, step: Step, debias: bool) -> Duals:
@@ -161,7 +218,7 @@ class Part(NamedTuple):
 def _part(side: Side, weight: Tensor, other_mass: Tensor, epsilon: Tensor, rho: float) -> Part:
     """Séjourné et al., 2019, proposition 12, and the derivatives of the dual problem at its optimum."""
     if math.isinf(rho):
-        phi = side.across if side.own is None else side.across - side.own
+        phi = side.across.clone() if side.own is None else side.across - side.own  # ops return no tensor twice
         by_points = _slopes(side, weight, lambda potential: torch.ones_like(potential))
         return Part((weight * phi).sum(-1, dtype=torch.float64), by_points, phi)
 
