@@ -87,16 +87,18 @@ def _choice(backend: str | None, host: Any) -> _Choice | None:
 
 def _routed(replacement: Callable[..., Any], host: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
-    takes_backend = "backend" in signature.parameters
+    names = tuple(signature.parameters)
+    known, takes_backend = frozenset(names), "backend" in names
+    needed = frozenset(name for name, way in signature.parameters.items() if way.default is way.empty)
 
     def routed(*args: Any, **kwargs: Any) -> Any:
         backend = None
         if not takes_backend and "backend" in kwargs:  # PyLate 1.4 and older know no backends
             backend = kwargs.pop("backend")
             _check_name(backend)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
+        arguments = dict(zip(names, args), **kwargs) if kwargs else dict(zip(names, args))  # noqa: B905
+        if len(arguments) < len(args) + len(kwargs) or not needed <= arguments.keys() <= known:
+            signature.bind(*args, **kwargs)  # says what is wrong
         backend = arguments.pop("backend", backend)
         choice = _choice(backend, host)
         if choice is None:
@@ -121,36 +123,32 @@ def _check_name(backend: Any) -> None:
 
 
 def _scores(masked, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
-    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents")
-    _check(q, d)
+    q, d = _sides(queries_embeddings, documents_embeddings, 3)
     return _maxsim()(q, d, _mask(queries_mask), _mask(documents_mask), masked)
 
 
 def _pairwise(masked, queries_embeddings, documents_embeddings):
     count = min(len(queries_embeddings), len(documents_embeddings))
-    q = _tokens(queries_embeddings[:count], "queries", alone=True)
-    d = _tokens(documents_embeddings[:count], "documents", alone=True)
+    q, d = (x if len(x) == count else x[:count] for x in (queries_embeddings, documents_embeddings))
+    q, d = _tokens(q, "queries", alone=True), _tokens(d, "documents", alone=True)
     _check(q, d)
     return _maxsim()(q, d, masked=masked, pairs=True)
 
 
 def _candidates(masked, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
-    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
-    _check(q, d)
+    q, d = _sides(queries_embeddings, documents_embeddings, 4)
     return _maxsim()(q, d, _mask(queries_mask), _mask(documents_mask), masked)
 
 
 def _groups(masked, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
     """All groups of ``ColBERTScores`` at once: documents (D, N, tokens, d) in the order of its columns."""
-    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
-    _check(q, d)
+    q, d = _sides(queries_embeddings, documents_embeddings, 4)
     q_mask, mask = _mask(queries_mask), _mask(documents_mask)
     if _for_a_loss.get() and not isinstance(q, list):
-        from flashot_backends.ops.maxsim import deferred
-
+        deferred = _deferred()
         if deferred.worthwhile(q, d):
             return deferred.DeferredScores(q, d, q_mask, mask, masked)
-    return _maxsim()(q, d.flatten(0, 1), q_mask, None if mask is None else mask.flatten(0, 1), masked)
+    return _maxsim_of_groups()(q, d, q_mask, mask, masked)
 
 
 def _announced(module: Any, host: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,8 +173,7 @@ def _xtr(masked, self, queries_embeddings, documents_embeddings, queries_mask=No
 
     if "_score" in vars(self):
         raise NotApplicable("its scoring was compiled by the caller")
-    q, d = _tokens(queries_embeddings, "queries"), _tokens(documents_embeddings, "documents", 4)
-    _check(q, d)
+    q, d = _sides(queries_embeddings, documents_embeddings, 4)
     mask = _mask(documents_mask)
     mask = None if mask is None else mask.flatten(0, 1)
     return xtr(q, d.flatten(0, 1), self.k, _mask(queries_mask), mask).float()
@@ -313,10 +310,43 @@ def _unreached(scores, length):
 # Reading PyLate's arguments
 
 
+@functools.cache
 def _maxsim():
     from flashot_backends.ops.maxsim import maxsim
 
     return maxsim
+
+
+@functools.cache
+def _maxsim_of_groups():
+    from flashot_backends.ops.maxsim.scores import groups
+
+    return groups
+
+
+@functools.cache
+def _deferred():
+    from flashot_backends.ops.maxsim import deferred
+
+    return deferred
+
+
+@functools.cache
+def _floats():
+    import torch
+
+    return torch.Tensor, (torch.float64, torch.float32, torch.float16, torch.bfloat16), torch.bool
+
+
+def _sides(queries: Any, documents: Any, dimensions: int) -> tuple[Any, Any]:
+    """Queries and documents as the operation takes them; tensors of floats, the usual case, are seen quickly."""
+    kind, floats, _ = _floats()
+    usual = type(queries) is type(documents) is kind and queries.dim() == 3 and documents.dim() == dimensions
+    if usual and queries.dtype in floats and documents.dtype in floats:
+        return queries, documents
+    q, d = _tokens(queries, "queries"), _tokens(documents, "documents", dimensions)
+    _check(q, d)
+    return q, d
 
 
 def _tensor(value: Any) -> Any:
@@ -359,22 +389,20 @@ def _sets_of(documents: Any) -> Iterable[Any]:
 
 def _mask(mask: Any) -> Any:
     """A boolean mask; other numbers than 0 and 1 are weights, which only the host's own path has."""
-    import torch
-
-    if mask is None:
-        return None
+    kind, _, boolean = _floats()
+    if mask is None or (type(mask) is kind and mask.dtype is boolean):
+        return mask
     mask = _tensor(mask)
-    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+    if mask.dtype != boolean and not bool(((mask == 0) | (mask == 1)).all()):
         raise NotApplicable("a mask holds other numbers than 0 and 1")
     return mask.bool()
 
 
 def _check(queries: Any, documents: Any) -> None:
-    import torch
-
+    floats = _floats()[1]
     for value in (queries, documents):
         for item in value if isinstance(value, list) else [value]:
-            if item.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            if item.dtype not in floats:
                 raise NotApplicable(f"embeddings of {item.dtype} are not scored")
 
 

@@ -27,6 +27,7 @@ if not registry().kernels("maxsim"):
         register(s)
 from flashot_backends.kernels.maxsim import triton as K
 from flashot_backends.kernels.maxsim import tuning
+from flashot_backends.kernels.maxsim.launch import arguments
 from flashot_backends.ops.maxsim import maxsim
 from flashot_backends.ops.maxsim.inputs import build
 
@@ -214,7 +215,7 @@ def variants(label, direction, fn, shapes, names, k=20):
     rows = []
     for v in shapes:
         tuning.__dict__[direction] = lambda *_, v=v: dict(zip(names, v, strict=False))
-        K._plans.clear()
+        K._layouts.clear()
         if time.time() - T00 > DEADLINE:
             break
         try:
@@ -223,14 +224,14 @@ def variants(label, direction, fn, shapes, names, k=20):
             rows.append((float("inf"), v))
             print(label, v, repr(ex)[:120])
     tuning.__dict__[direction] = keep
-    K._plans.clear()
+    K._layouts.clear()
     print(
         f"{direction} {label}: " + " | ".join(f"{t:.0f} {','.join(str(int(i)) for i in v)}" for t, v in sorted(rows)),
         flush=True,
     )
 
 
-FN = ("BQ", "BT", "DOCUMENT_ROWS", "STAGES", "num_warps", "REGISTERS", "FOLD", "PROGRAMS")
+FN = ("BQ", "BT", "DOCUMENT_ROWS", "STAGES", "num_warps", "REGISTERS", "FOLD", "PROGRAMS", "maxnreg")
 BN = ("BT", "BK", "SCAN", "ROWS", "STAGES", "GATHERS", "PROGRAMS", "num_warps", "maxnreg")
 
 
@@ -243,21 +244,21 @@ def compile_all(jobs):
     from concurrent.futures import ThreadPoolExecutor
 
     found, launch, t0 = [], K.start, time.time()
-    K.start = lambda kernel, plan, tensors: found.append((kernel, plan, tensors))
+    K.start = lambda kernel, plan, tensors, more: found.append((kernel, plan, tensors, more))
     for direction, fn, shapes, names in jobs:
         keep = getattr(tuning, direction)
         for v in shapes:
             tuning.__dict__[direction] = (lambda *a, v=v: dict(zip(names, v, strict=False))) if v else keep
-            K._plans.clear()
+            K._layouts.clear()
             fn()
         tuning.__dict__[direction] = keep
     K.start = launch
-    K._plans.clear()
+    K._layouts.clear()
 
     def one(job):
-        kernel, plan, tensors = job
+        kernel, plan, tensors, more = job
         try:
-            kernel.warmup(*tensors, *plan.numbers, grid=(1,), **plan.constants)
+            kernel.warmup(*arguments(kernel, plan, tensors, more), grid=(1,), **plan.constants)
         except Exception as ex:
             print("BAD compile", {k: v for k, v in plan.constants.items() if k in FN + BN}, repr(ex)[:200], flush=True)
 
@@ -290,16 +291,14 @@ if "quick" in WHAT:
         (256, 128, 0, 2, 16, 1, 8, 0),
     ]
     R = [
-        (128, 32, 0, 4, 4, 0, 0, 0),
-        (128, 64, 0, 2, 4, 0, 0, 0),
-        (128, 64, 0, 3, 8, 0, 0, 0),
-        (128, 32, 0, 4, 4, 1, 0, 0),
-        (128, 32, 0, 3, 4, 1, 0, 0),
-        (128, 32, 0, 4, 8, 1, 0, 0),
-        (128, 64, 0, 3, 8, 1, 0, 0),
-        (256, 32, 0, 4, 8, 0, 0, 0),
-        (256, 64, 0, 3, 16, 1, 0, 0),
-        (128, 32, 0, 4, 4, 0, 0, 3),
+        (256, 64, 0, 3, 8, 0, 8, 2, 128),
+        (256, 64, 0, 2, 8, 0, 8, 2, 128),
+        (256, 64, 0, 3, 8, 0, 8, 0, 128),
+        (128, 64, 0, 2, 4, 0, 8, 3, 168),
+        (128, 64, 0, 2, 4, 0, 8, 0, 128),
+        (128, 64, 0, 3, 8, 0, 8, 2, 128),
+        (128, 32, 0, 2, 4, 0, 8, 4, 128),
+        (128, 32, 0, 2, 4, 0, 0, 0, 128),
     ]
     T = [(32, 64, 1, 4, 4), (32, 64, 1, 3, 4), (32, 64, 1, 5, 4)]
     E = [
@@ -310,15 +309,15 @@ if "quick" in WHAT:
         (64, 128, 0, 2, 8, 0, 8),
     ]
     B = [
-        (64, 64, 1024, 32, 2, 1, 12, 4, 128),
-        (64, 64, 1024, 32, 3, 1, 12, 4, 128),
-        (64, 64, 1024, 32, 3, 3, 12, 4, 168),
-        (64, 32, 1024, 32, 4, 1, 12, 4, 128),
-        (64, 64, 2048, 32, 3, 1, 6, 4, 128),
-        (64, 64, 1024, 64, 3, 1, 12, 8, 128),
-        (128, 64, 1024, 16, 3, 1, 12, 8, 128),
+        (64, 64, 1024, 32, 2, 1, 4, 4, 128),
+        (64, 64, 1024, 32, 3, 1, 4, 4, 128),
+        (64, 64, 1024, 32, 3, 3, 3, 4, 168),
+        (64, 32, 1024, 32, 4, 1, 4, 4, 128),
+        (64, 64, 2048, 32, 3, 1, 4, 4, 128),
+        (64, 64, 1024, 64, 3, 1, 2, 8, 128),
+        (128, 64, 1024, 16, 3, 1, 2, 8, 128),
     ]
-    BE = [(32, 32, 1024, 32, 3, 1, 12, 4, 128), (64, 32, 1024, 32, 2, 1, 12, 8, 128), (64, 64, 1024, 32, 2, 1, 12, 8, 255)]
+    BE = [(32, 32, 1024, 32, 3, 1, 4, 4, 128), (64, 32, 1024, 32, 2, 1, 2, 8, 128), (64, 64, 1024, 32, 2, 1, 1, 8, 255)]
     cases = [
         ("32x1000 32x300", (32, 32, 1000, 300, 128, h), S, False, 20),
         ("1x10000 1024x1024", (1, 1024, 10000, 1024, 128, h), S, False, 3),
@@ -361,7 +360,7 @@ if "quick" in WHAT:
         for v in shapes:
             keep = tuning.forward
             tuning.forward = lambda *_, v=v: dict(zip(FN, v, strict=False))
-            K._plans.clear()
+            K._layouts.clear()
             try:
                 e = relative(K.forward(P[c], r)[0], want[c])
             except Exception as ex:
@@ -435,7 +434,7 @@ if "fwd" in WHAT:
 
 if "bwd" in WHAT:
     shapes = [
-        (bt, bk, 1024, rows, stages, gathers, 12, 4, 128)
+        (bt, bk, 1024, rows, stages, gathers, 4, 4, 128)
         for bt, bk, rows, stages, gathers in [(64, 64, 32, 2, 1), (64, 64, 32, 3, 3), (64, 32, 16, 4, 1), (64, 64, 64, 2, 1)]
     ]
     for case in [
@@ -462,7 +461,7 @@ if "bwd" in WHAT:
         "64x256 float32",
         "backward",
         lambda: K.backward(p, w, g, True, True),
-        [(32, 32, 1024, 32, 3, 1, 12, 4, 128), (64, 32, 1024, 32, 2, 1, 12, 8, 128)],
+        [(32, 32, 1024, 32, 3, 1, 4, 4, 128), (64, 32, 1024, 32, 2, 1, 2, 8, 128)],
         BN,
     )
 

@@ -74,10 +74,20 @@ def _similar(d, q_high, q_low, q_back, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.co
 @triton.jit
 def _masked(similar, mask, there, ZERO: tl.constexpr, DOCUMENT_ROWS: tl.constexpr):
     """Similarities without those of masked document tokens."""
+    BT: tl.constexpr = mask.shape[0]
     keep = tl.load(mask, mask=there, other=0) != 0
     fill = 0.0 if ZERO else float("-inf")
     if DOCUMENT_ROWS:
         return tl.where(keep[:, None], similar, fill)
+    elif BT == 32 or BT == 64:  # as bits of a word, which every thread can hold; else each would load what it needs
+        column = tl.arange(0, BT)
+        bits = keep.to(tl.int32) << (column & 31)
+        if BT == 32:
+            word = tl.sum(bits, axis=0)
+        else:
+            low, high = tl.split(tl.reshape(tl.sum(tl.reshape(bits, (2, 32)), axis=1), (1, 2)))
+            word = tl.where(column < 32, low, high)
+        return tl.where(((word >> (column & 31)) & 1)[None, :] != 0, similar, fill)
     else:
         return tl.where(keep[None, :], similar, fill)
 
@@ -92,47 +102,55 @@ def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _chosen(bucket, weights, first: tl.constexpr, count: tl.constexpr):
-    """``weights[bucket]`` for buckets from ``first`` on, of which there are ``count``: a few, chosen by halves."""
-    if count == 1:
-        return tl.load(weights + first) + tl.zeros(bucket.shape, tl.float32)
-    else:
-        half: tl.constexpr = count // 2
-        low = _chosen(bucket, weights, first, half)
-        high = _chosen(bucket, weights, first + half, half)
-        return tl.where(bucket < first + half, low, high)
-
-
-@triton.jit
 def _decoded(
     codes, spot, packed, at, centroids, weights, columns, SIZE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr
 ):
     """Tokens from a centroid's number and packed buckets: centroid + weight in each dimension, scaled to length 1.
 
-    Weights are ordered by the bits as they lie in the byte.
+    Weights are ordered by the bits as they lie in the byte. Every dimension reads its byte: bytes that are read once,
+    their halves put side by side by ``tl.join``, went wrong on their way into the matrix units (Triton 3.6, Hopper).
     """
     inside = columns[None, :] < SIZE
     code = tl.load(codes + spot).to(tl.int64)
     d = tl.load(centroids + code[:, None] * SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    bit = columns * BITS
     row = (at + spot) * (SIZE * BITS // 8)
-    if BITS == 2 or BITS == 4:
-        BYTES: tl.constexpr = columns.shape[0] * BITS // 8
-        place = tl.arange(0, BYTES)
-        there = place[None, :] < SIZE * BITS // 8
-        byte = tl.load(packed + row[:, None] + place[None, :], mask=there, other=0).to(tl.int32)
-        if BITS == 4:
-            bucket = tl.join(byte >> 4, byte & 15)
-        else:
-            bucket = tl.join(tl.join(byte >> 6, (byte >> 2) & 3), tl.join((byte >> 4) & 3, byte & 3))
-        weight = _chosen(tl.reshape(bucket, d.shape), weights, 0, 1 << BITS)
-    else:
-        bit = columns * BITS
-        byte = tl.load(packed + row[:, None] + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
-        weight = tl.load(weights + ((byte >> (8 - BITS - bit % 8)[None, :]) & ((1 << BITS) - 1)))
-    d = tl.where(inside, d + weight, 0.0)
+    byte = tl.load(packed + row[:, None] + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
+    bucket = (byte >> (8 - BITS - bit % 8)[None, :]) & ((1 << BITS) - 1)
+    d = tl.where(inside, d + tl.load(weights + bucket), 0.0)
     if UNIT:
         d = d / tl.maximum(tl.sqrt(tl.sum(d * d, axis=1)), 1e-12)[:, None]
     return d
+
+
+@triton.jit
+def _first_of(values, places, ROWS: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr, STEP: tl.constexpr):
+    """The largest of ``COUNT`` columns that are ``FOLD`` apart, and its number, as a float; of equal ones the first.
+
+    Numbers are made where numbers are multiplied: what compares and selects has enough to do with the values.
+    """
+    if COUNT == 1:
+        return tl.reshape(values, (ROWS, FOLD)), tl.reshape(places, (ROWS, FOLD))
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        a, b = tl.split(tl.permute(tl.reshape(values, (ROWS, HALF, 2, FOLD)), (0, 1, 3, 2)))
+        later = (b > a).to(tl.float32)
+        if STEP == 1:
+            found = later
+        else:
+            at_a, at_b = tl.split(tl.permute(tl.reshape(places, (ROWS, HALF, 2, FOLD)), (0, 1, 3, 2)))
+            found = tl.fma(later, at_b - at_a + STEP, at_a)
+        return _first_of(_larger(a, b), found, ROWS, HALF, FOLD, 2 * STEP)
+
+
+@triton.jit
+def _folded(similar, ROWS: tl.constexpr, BT: tl.constexpr, FOLD: tl.constexpr, RECORD: tl.constexpr):
+    """Of each ``FOLD`` columns' multiples the largest, and, to be recorded, which one it is."""
+    if RECORD:
+        return _first_of(similar, similar, ROWS, BT // FOLD, FOLD, 1)
+    else:
+        found = tl.reduce(tl.reshape(similar, (ROWS, BT // FOLD, FOLD)), 1, _larger)
+        return found, found
 
 
 @triton.jit
@@ -158,20 +176,21 @@ def _trimmed(mask, length):
 
 @triton.jit
 def _score_document(
-    document, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
-    q_ptr, d_ptr, d_mask_ptr, d_offsets, floors, extra, centroids, weights, scores, winners,
-    parts, queries, per_query, per_part, longest_query, longest_document, d_item, d_token,
+    document, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
+    q_ptr, d_ptr, winners, d_mask_ptr, d_offsets, floors, extra, centroids, weights,
+    longest_query, longest_document, w_document, d_item, d_token,
     SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_D_MASK: tl.constexpr, D_PACKED: tl.constexpr,
     BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr, SLOT: tl.constexpr,
     EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr, ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr,
     INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, REGISTERS: tl.constexpr, FOLD: tl.constexpr,
     CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """One document and one tile of queries."""
+    """One document and one tile of queries: sums over the slots of each query, after its winners are stored."""
     row = tl.arange(0, BQ)
     ONE: tl.constexpr = SIZE <= BD
     AXIS: tl.constexpr = 0 if DOCUMENT_ROWS else 1
     PER: tl.constexpr = BQ // SLOT
+    KEPT: tl.constexpr = FOLD if FOLD else BT
     d_first, d_length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
     if D_PACKED:
         d_at = d_first
@@ -188,8 +207,8 @@ def _score_document(
         best = tl.full((BT, BQ), float("-inf"), tl.float32)
         step = tl.zeros((BT, BQ), tl.int32)
     else:
-        best = tl.full((BQ, FOLD if FOLD else BT), float("-inf"), tl.float32)
-        step = tl.zeros((BQ, BT), tl.int32)
+        best = tl.full((BQ, KEPT), float("-inf"), tl.float32)
+        step = tl.zeros((BQ, KEPT), tl.float32 if FOLD else tl.int32)
 
     within = tl.minimum(tl.arange(0, BT), length - 1)
     last = tl.maximum(length - BT, 0)
@@ -207,7 +226,9 @@ def _score_document(
         if HAS_D_MASK:
             best = _masked(best, d_mask + within, there, ZERO, False)
         if FOLD:
-            best = tl.reduce(tl.reshape(best, (BQ, BT // FOLD, FOLD)), 1, _larger)
+            best, number = _folded(best, BQ, BT, FOLD, RECORD)
+            if RECORD:
+                step = number * FOLD
         best = tl.where(length > 0, best, float("-inf"))
     for at in tl.range(begin, length, BT, num_stages=STAGES):
         start = tl.minimum(at, last)
@@ -250,16 +271,19 @@ def _score_document(
                     similar += _similar(d, some, some, row, EXACT, DOCUMENT_ROWS)
         if HAS_D_MASK:
             similar = _masked(similar, d_mask + spot, spot >= 0, ZERO, DOCUMENT_ROWS)
-        if RECORD:
+        if FOLD:
+            similar, number = _folded(similar, BQ, BT, FOLD, RECORD)
+            if RECORD:
+                step = tl.where(similar > best, start.to(tl.float32) + number * FOLD, step)
+        elif RECORD:
             step = tl.where(similar > best, start, step)
-        elif FOLD:
-            similar = tl.reduce(tl.reshape(similar, (BQ, BT // FOLD, FOLD)), 1, _larger)
-        best = tl.maximum(best, similar, propagate_nan=tl.PropagateNan.ALL)
+        best = _larger(best, similar)
 
     top = tl.reduce(best, AXIS, _larger)
     wrong = top != top
     if RECORD:
-        spot = tl.arange(0, BT)
+        spot = tl.arange(0, KEPT)
+        step = step.to(tl.int32)
         if DOCUMENT_ROWS:
             found = tl.where(best == top[None, :], step + spot[:, None], 2147483647)
         else:
@@ -279,62 +303,20 @@ def _score_document(
         top = tl.where(floor & (wrong == 0), tl.maximum(top, 0.0), top)
     top = tl.where(counts, top, 0.0)
     if RECORD:
-        if OWNED:
-            to = document.to(tl.int64) * longest_query + token
-        else:
-            to = (document.to(tl.int64) * queries + query) * longest_query + token
+        to = document.to(tl.int64) * w_document + token
+        if not OWNED:
+            to += query.to(tl.int64) * longest_query
         tl.store(winners + to, tl.where(chosen, winner, NONE), mask=exists & (token < longest_query))
-
-    total = tl.sum(tl.reshape(top, (PER, SLOT)), axis=1)
-    if OWNED:
-        out = part.to(tl.int64) * per_part + document + tl.arange(0, PER)
-        tl.store(scores + out, total)
-    else:
-        which = (tile // parts) * PER + tl.arange(0, PER)
-        out = part.to(tl.int64) * per_part + which.to(tl.int64) * per_query + document
-        tl.store(scores + out, total, mask=which < queries)
+    return tl.sum(tl.reshape(top, (PER, SLOT)), axis=1)
 
 
-@triton.jit(do_not_specialize=[
-    "tiles", "parts", "queries", "documents", "groups", "per_query", "per_part",
-    "longest_query", "longest_document", "set_size",
-])  # fmt: skip
-def scores_kernel(
-    q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
-    extra, centroids, weights, scores, winners, tiles, parts, queries, documents, groups, per_query, per_part,
-    longest_query, longest_document, set_size,
-    q_item, q_token, d_item, d_token,
-    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
-    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
-    BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr,
-    SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
-    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr, INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    REGISTERS: tl.constexpr, FOLD: tl.constexpr, CLOSE: tl.constexpr,
-    GROUPED: tl.constexpr, FLAT: tl.constexpr,
+@triton.jit
+def _query_tile(
+    query, token, exists, q_ptr, q_mask_ptr, q_offsets, columns, longest_query, q_item, q_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, HAS_Q_MASK: tl.constexpr, Q_PACKED: tl.constexpr, EXACT: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile of queries and one document, or each ``groups``-th one from it.
-
-    Tiles run fastest, so neighbours share a document in cache. ``FLAT``: the next document is loaded before the scores
-    of this one are done.
-    """
-    program = tl.program_id(0)
-    first = program // tiles
-    tile = program % tiles
-    part = tile % parts
-    row = tl.arange(0, BQ)
-    columns = tl.arange(0, BD)
-
-    if OWNED:
-        if HAS_OWNERS:
-            owner = tl.load(owners + first).to(tl.int32)
-        else:
-            owner = first // set_size
-        query = owner + row * 0
-    else:
-        query = (tile // parts) * (BQ // SLOT) + row // SLOT
-    token = part * BQ + row % SLOT
-    exists = query < queries
-    query = tl.minimum(query, queries - 1)
+    """Tokens of queries: which of them count, where they lie, and, where they fit on the chip, the tokens."""
     q_first, q_length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
     inside = exists & (token < q_length)
     place = tl.maximum(tl.minimum(token, q_length - 1), 0)
@@ -349,64 +331,145 @@ def scores_kernel(
     counts = inside
     if HAS_Q_MASK:
         counts = inside & (tl.load(q_mask_ptr + q_at, mask=inside, other=0) != 0)
-
-    ONE: tl.constexpr = SIZE <= BD
-    if ONE:
+    if SIZE <= BD:
         q = _load(q_ptr, q_rows, columns, SIZE, BD)
         if EXACT:
-            q_high, q_low, q_back = _split(q)
+            high, low, back = _split(q)
+            return counts, q_rows, q, high, low, back
         else:
             if REGISTERS:  # what was loaded would go to shared memory; what was computed need not
                 q = tl.where(exists[:, None], q, 0.0)
-            q_high = q
-            q_low = q
-            q_back = row
+            return counts, q_rows, q, q, q, token
     else:
-        q = row
-        q_high = row
-        q_low = row
-        q_back = row
-    if GROUPED:
-        for each in tl.range(first, documents, groups, flatten=FLAT):
-            document = program * 0 + each
-            _score_document(
-                document, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
-                q_ptr, d_ptr, d_mask_ptr, d_offsets, floors, extra, centroids, weights, scores, winners,
-                parts, queries, per_query, per_part, longest_query, longest_document, d_item, d_token,
+        return counts, q_rows, token, token, token, token
+
+
+@triton.jit(do_not_specialize=[
+    "tiles", "parts", "queries", "documents", "groups", "per_query", "per_part",
+    "longest_query", "longest_document", "set_size", "w_document",
+])  # fmt: skip
+def scores_kernel(
+    q_ptr, d_ptr, scores, winners, q_mask_ptr, d_mask_ptr,
+    q_offsets, d_offsets, owners, floors, extra, centroids, weights,
+    tiles, parts, queries, documents, groups, per_query, per_part, longest_query, longest_document, set_size,
+    w_document, q_item, q_token, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
+    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
+    BQ: tl.constexpr, BT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SLOT: tl.constexpr, EXACT: tl.constexpr, RECORD: tl.constexpr, NONE: tl.constexpr,
+    ZERO: tl.constexpr, HAS_FLOORS: tl.constexpr, INT8: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
+    REGISTERS: tl.constexpr, FOLD: tl.constexpr, CLOSE: tl.constexpr,
+    GROUPED: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Scores of one tile of queries and one document, or each ``groups``-th one from it.
+
+    Tiles run fastest, so neighbours share a document in cache. ``FLAT``: the next document is loaded before the scores
+    of this one are done. ``WHOLE``: all parts of a long query, one after the other.
+    """
+    PER: tl.constexpr = BQ // SLOT
+    program = tl.program_id(0)
+    first = program // tiles
+    tile = program % tiles
+    row = tl.arange(0, BQ)
+    columns = tl.arange(0, BD)
+    group = tile if WHOLE else tile // parts
+
+    if OWNED:
+        if HAS_OWNERS:
+            owner = tl.load(owners + first).to(tl.int32)
+        else:
+            owner = first // set_size
+        query = owner + row * 0
+        out = scores + tl.arange(0, PER)
+        stored = tl.arange(0, PER) >= 0
+    else:
+        query = group * PER + row // SLOT
+        which = group * PER + tl.arange(0, PER)
+        out = scores + which.to(tl.int64) * per_query
+        stored = which < queries
+    exists = query < queries
+    query = tl.minimum(query, queries - 1)
+    token = row % SLOT
+
+    if WHOLE:
+        total = tl.zeros((PER,), tl.float32)
+        for each in range(parts):
+            now = each * BQ + token
+            counts, q_rows, q, q_high, q_low, q_back = _query_tile(
+                query, now, exists, q_ptr, q_mask_ptr, q_offsets, columns, longest_query, q_item, q_token,
+                SIZE, BD, HAS_Q_MASK, Q_PACKED, EXACT, REGISTERS,
+            )  # fmt: skip
+            total += _score_document(
+                first, columns, query, now, exists, counts, q_rows, q, q_high, q_low, q_back,
+                q_ptr, d_ptr, winners, d_mask_ptr, d_offsets, floors, extra, centroids, weights,
+                longest_query, longest_document, w_document, d_item, d_token,
                 SIZE, BD, OWNED, HAS_D_MASK, D_PACKED, BQ, BT, DOCUMENT_ROWS, STAGES, SLOT, EXACT, RECORD, NONE, ZERO,
                 HAS_FLOORS, INT8, BITS, UNIT, REGISTERS, FOLD, CLOSE,
             )  # fmt: skip
-    else:  # no loop of one turn, in which the compiler would not see what can stay in registers
-        _score_document(
-            first, tile, part, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
-            q_ptr, d_ptr, d_mask_ptr, d_offsets, floors, extra, centroids, weights, scores, winners,
-            parts, queries, per_query, per_part, longest_query, longest_document, d_item, d_token,
-            SIZE, BD, OWNED, HAS_D_MASK, D_PACKED, BQ, BT, DOCUMENT_ROWS, STAGES, SLOT, EXACT, RECORD, NONE, ZERO,
-            HAS_FLOORS, INT8, BITS, UNIT, REGISTERS, FOLD, CLOSE,
+        tl.store(out + first, total, mask=stored)
+    else:
+        part = tile % parts
+        token += part * BQ
+        out += part.to(tl.int64) * per_part
+        counts, q_rows, q, q_high, q_low, q_back = _query_tile(
+            query, token, exists, q_ptr, q_mask_ptr, q_offsets, columns, longest_query, q_item, q_token,
+            SIZE, BD, HAS_Q_MASK, Q_PACKED, EXACT, REGISTERS,
         )  # fmt: skip
+        if GROUPED:
+            for each in tl.range(first, documents, groups, flatten=FLAT):
+                document = program * 0 + each
+                total = _score_document(
+                    document, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
+                    q_ptr, d_ptr, winners, d_mask_ptr, d_offsets, floors, extra, centroids, weights,
+                    longest_query, longest_document, w_document, d_item, d_token,
+                    SIZE, BD, OWNED, HAS_D_MASK, D_PACKED, BQ, BT, DOCUMENT_ROWS, STAGES, SLOT, EXACT, RECORD, NONE,
+                    ZERO, HAS_FLOORS, INT8, BITS, UNIT, REGISTERS, FOLD, CLOSE,
+                )  # fmt: skip
+                tl.store(out + document, total, mask=stored)
+        else:  # no loop of one turn, in which the compiler would not see what can stay in registers
+            total = _score_document(
+                first, columns, query, token, exists, counts, q_rows, q, q_high, q_low, q_back,
+                q_ptr, d_ptr, winners, d_mask_ptr, d_offsets, floors, extra, centroids, weights,
+                longest_query, longest_document, w_document, d_item, d_token,
+                SIZE, BD, OWNED, HAS_D_MASK, D_PACKED, BQ, BT, DOCUMENT_ROWS, STAGES, SLOT, EXACT, RECORD, NONE, ZERO,
+                HAS_FLOORS, INT8, BITS, UNIT, REGISTERS, FOLD, CLOSE,
+            )  # fmt: skip
+            tl.store(out + first, total, mask=stored)
+
+
+@triton.jit
+def _quotient(number, magic, places):
+    """``number // divisor`` for numbers below 2^31; ``magic`` is 2^places / divisor, rounded up."""
+    return ((number.to(tl.int64) * magic) >> places).to(tl.int32)
+
+
+@triton.jit
+def _one_each(token, weight, BT: tl.constexpr):
+    """(entries, BT): in each row its weight at its token, else zeros."""
+    return tl.trans(tl.where(token[None, :] == tl.arange(0, BT)[:, None], weight[None, :], 0.0))
 
 
 @triton.jit
 def _document_gradient(
-    item, mine, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
-    tiles, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
-    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
-    D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr, LINEAR: tl.constexpr,
+    item, mine, q_ptr, gradient, winners, to_d, q_offsets, d_offsets, owners,
+    tiles, queries, g_query, g_document, longest_query, longest_document, set_size, w_document, magic, places,
+    q_item, q_token, SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
+    Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr, LINEAR: tl.constexpr,
+    NEAR: tl.constexpr,
 ):  # fmt: skip
     """One tile of one document's gradient: (who chose this token) x (query tokens), a product on the matrix units.
 
-    Winners are scanned ``SCAN`` at a time; the rows that chose a token of this tile, and their weights, are written one
-    after the other to rings of the program's own, and only they are multiplied: in the order of the rows, so sums have
-    one order.
+    Winners are scanned ``SCAN`` at a time; the rows that chose a token of this tile are written one after the other to
+    a ring of the program's own, and only they are multiplied: in the order of the rows, so sums have one order.
     """
     CHUNKS: tl.constexpr = (SIZE + BD - 1) // BD
+    SHIFT: tl.constexpr = BT.bit_length() - 1
     RING: tl.constexpr = 2 * SCAN  # fewer than BK are left when the next SCAN arrive
     columns = (item % CHUNKS) * BD + tl.arange(0, BD)
     item = item // CHUNKS
     document = item // tiles
     low = (item % tiles) * BT
-    spot = tl.arange(0, BT)
     d_first, length = _first_and_length(d_offsets, document, longest_document, D_PACKED)
     if low < length:
         if OWNED:
@@ -418,131 +481,159 @@ def _document_gradient(
         else:
             only = 0
             rows = queries * longest_query
-        chosen = winners + document.to(tl.int64) * rows
+        chosen = winners + document.to(tl.int64) * w_document
         slopes = gradient + document.to(tl.int64) * g_document
-        total = tl.zeros((BT, BD), tl.float32)
+        total = tl.zeros((BD, BT), tl.float32)
+        row = tl.arange(0, SCAN)
+        choice = tl.load(chosen + row, mask=row < rows, other=NONE).to(tl.int32)
         found = 0
         done = 0
         for start in range(0, rows, SCAN):
-            row = start + tl.arange(0, SCAN)
-            choice = tl.load(chosen + row, mask=row < rows, other=NONE).to(tl.int32)
             hit = (choice >= low) & (choice < low + BT) & (choice != NONE)
-            query = only + row // longest_query
-            slope = tl.load(slopes + query.to(tl.int64) * g_query, mask=hit, other=0.0).to(tl.float32)
             place = (found + tl.cumsum(hit.to(tl.int32), 0) - 1) & (RING - 1)
             tl.debug_barrier()  # what is overwritten has been read by all
-            tl.store(mine + place, row.to(mine.dtype.element_ty) * BT + (choice - low), mask=hit)
-            tl.store(mine + RING + place, slope.to(tl.int32, bitcast=True).to(mine.dtype.element_ty), mask=hit)
+            tl.store(mine + place, (start + row).to(mine.dtype.element_ty) * BT + (choice - low), mask=hit)
             tl.debug_barrier()  # what is read has been written by all
             found += tl.sum(hit.to(tl.int32), 0)
+            ahead = start + SCAN + row
+            choice = tl.load(chosen + ahead, mask=ahead < rows, other=NONE).to(tl.int32)
             stop = tl.where(start + SCAN >= rows, found, found // BK * BK)
             for at in tl.range(done, stop, BK, num_stages=STAGES):
                 entry = at + tl.arange(0, BK)
-                live = entry < stop
-                packed = tl.load(mine + (entry & (RING - 1)), mask=live, other=0)
-                g = tl.load(mine + RING + (entry & (RING - 1)), mask=live, other=0)
-                g = g.to(tl.int32).to(tl.float32, bitcast=True)
-                source = packed // BT
+                packed = tl.load(mine + (tl.minimum(entry, stop - 1) & (RING - 1)))
+                source = packed >> SHIFT
+                query = _quotient(source, magic, places)
+                g = tl.load(slopes + (only + query).to(tl.int64) * g_query).to(tl.float32)
+                g = tl.where(entry < stop, g, 0.0)
                 if LINEAR:
-                    q_rows = source.to(tl.int64) * q_token
+                    q_rows = source * q_token if NEAR else source.to(tl.int64) * q_token
                 elif Q_PACKED:
-                    q_first = tl.load(q_offsets + only + source // longest_query, mask=live, other=0)
-                    q_rows = (q_first + source % longest_query) * q_token
+                    q_rows = (tl.load(q_offsets + only + query) + source - query * longest_query) * q_token
                 else:
-                    q_rows = (only + source // longest_query).to(tl.int64) * q_item + (source % longest_query) * q_token
-                q = tl.load(
-                    q_ptr + q_rows[:, None] + columns[None, :],
-                    mask=live[:, None] & (columns[None, :] < SIZE),
-                    other=0.0,
-                )
-                hits = (packed & (BT - 1)).to(tl.int32)[None, :] == spot[:, None]
+                    q_rows = (only + query).to(tl.int64) * q_item + (source - query * longest_query) * q_token
+                q = _load(q_ptr, q_rows, columns, SIZE, BD)
+                token = (packed & (BT - 1)).to(tl.int32)
                 if EXACT:
                     g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
                     q_scale, q_back = _exponent(tl.max(tl.max(tl.abs(q), axis=1), axis=0))
                     g_high, g_low = _halves(g * g_scale)
                     q_high, q_low = _halves(q * q_scale)
-                    high = tl.where(hits, g_high[None, :], 0.0).to(tl.float16)
-                    rest = tl.where(hits, g_low[None, :], 0.0).to(tl.float16)
-                    sums = tl.dot(rest, q_high)
-                    sums = tl.dot(high, q_low, sums)
-                    sums = tl.dot(high, q_high, sums)
+                    high = _one_each(token, g_high, BT)
+                    sums = tl.dot(tl.trans(q_high), _one_each(token, g_low, BT))
+                    sums = tl.dot(tl.trans(q_low), high, sums)
+                    sums = tl.dot(tl.trans(q_high), high, sums)
                     total += sums * g_back * q_back
                 elif SCALED:
                     g_scale, g_back = _exponent(tl.max(tl.abs(g), axis=0))
-                    weights = tl.where(hits, (g * g_scale)[None, :], 0.0).to(q_ptr.dtype.element_ty)
-                    total += tl.dot(weights, q) * g_back
+                    total += tl.dot(tl.trans(q), _one_each(token, (g * g_scale).to(tl.float16), BT)) * g_back
                 else:
-                    weights = tl.where(hits, g[None, :], 0.0).to(q_ptr.dtype.element_ty)
-                    total = tl.dot(weights, q, total)
+                    total = tl.dot(tl.trans(q), _one_each(token, g.to(q.dtype), BT), total)
             done = stop
+        spot = tl.arange(0, BT)
         if D_PACKED:
             to = (d_first + low + spot) * SIZE
         else:
             to = (document.to(tl.int64) * longest_document + low + spot) * SIZE
         tl.store(
             to_d + to[:, None] + columns[None, :],
-            total.to(to_d.dtype.element_ty),
+            tl.trans(total).to(to_d.dtype.element_ty),
             mask=(low + spot < length)[:, None] & (columns[None, :] < SIZE),
         )
 
 
 @triton.jit
-def _query_gradient(
-    program, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
-    tiles, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
-    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
-    D_PACKED: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, GATHERS: tl.constexpr, NONE: tl.constexpr,
-    ADDED: tl.constexpr,
+def _chosen_of(
+    document, j, high, there, w_at, g_at, d_at, gradient, winners, d_offsets, g_document, w_document, d_token,
+    D_PACKED: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """A few tokens of one query's gradient: the document tokens they chose, weighted and summed.
+    """What rows of queries chose in documents from ``document`` on: where it starts, whether it is anything, its slope.
 
-    ``BJ`` documents at a time have sums of their own, which meet at the end.
+    Padded documents: the start is counted from that of ``document``.
+    """
+    inside = there & (document + j < high)
+    at = document.to(tl.int64)
+    winner = tl.load(winners + at * w_document + w_at, mask=inside, other=NONE).to(tl.int32)
+    g = tl.load(gradient + at * g_document + g_at, mask=inside, other=0.0).to(tl.float32)
+    if D_PACKED:
+        rows = (tl.load(d_offsets + document + j, mask=inside, other=0) + winner) * d_token
+    else:
+        rows = d_at + winner.to(d_at.dtype) * d_token
+    return rows, winner != NONE, g
+
+
+@triton.jit
+def _query_gradient(
+    program, d_ptr, gradient, winners, to_q, q_offsets, d_offsets, sets,
+    tiles, queries, documents, g_query, g_document, longest_query, set_size, w_document, magic, places,
+    d_item, d_token, SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
+    Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, GATHERS: tl.constexpr,
+    NONE: tl.constexpr, NEAR: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a few query tokens: the document tokens they chose, weighted and summed.
+
+    The tokens are those of one query if each has documents of its own, else any that follow one another. ``BJ``
+    documents at a time have sums of their own, which meet at the end. What was chosen in the next documents is read
+    while the tokens chosen in these are on their way.
     """
     CHUNKS: tl.constexpr = (SIZE + BD - 1) // BD
+    FAR: tl.constexpr = tl.int32 if NEAR else tl.int64
     columns = (program % CHUNKS) * BD + tl.arange(0, BD)
     program = program // CHUNKS
-    query = program // tiles
     slot = tl.arange(0, BS * BJ)
-    token = (program % tiles) * BS + slot % BS
-    q_first, length = _first_and_length(q_offsets, query, longest_query, Q_PACKED)
     if OWNED:
+        first = program // tiles
+        token = (program % tiles) * BS + slot % BS
+        query = first + token * 0
+        place = token
+        there = token < longest_query
         if HAS_OWNERS:
-            low = tl.load(sets + query).to(tl.int32)
-            high = tl.load(sets + query + 1).to(tl.int32)
+            low = tl.load(sets + first).to(tl.int32)
+            high = tl.load(sets + first + 1).to(tl.int32)
         else:
-            low = query * set_size
+            low = first * set_size
             high = low + set_size
     else:
+        place = program * BS + slot % BS
+        query = _quotient(place, magic, places)
+        token = place - query * longest_query
+        there = query < queries
         low = 0
         high = documents
-    total = tl.zeros((BS * BJ, BD), tl.float32)
-    for start in tl.range(low, high, BJ, num_stages=GATHERS):
-        document = start + slot // BS
-        inside = (document < high) & (token < length)
-        at = document.to(tl.int64)
-        if not OWNED:
-            at = at * queries + query
-        winner = tl.load(winners + at * longest_query + token, mask=inside, other=NONE).to(tl.int32)
-        live = winner != NONE
-        g = tl.load(
-            gradient + query.to(tl.int64) * g_query + document.to(tl.int64) * g_document, mask=inside, other=0.0
-        ).to(tl.float32)
-        if D_PACKED:
-            base = tl.load(d_offsets + document, mask=inside, other=0) * d_token
-        else:
-            base = document.to(tl.int64) * d_item
-        rows = base + winner.to(tl.int64) * d_token
-        found = tl.load(
-            d_ptr + rows[:, None] + columns[None, :], mask=live[:, None] & (columns[None, :] < SIZE), other=0.0
-        )
-        total += found.to(tl.float32) * g[:, None]
-    total = tl.sum(tl.reshape(total, (BJ, BS, BD)), axis=0)
-    token = (program % tiles) * BS + tl.arange(0, BS)
     if Q_PACKED:
+        q_first = tl.load(q_offsets + query, mask=there, other=0)
+        there = there & (q_first + token < tl.load(q_offsets + query + 1, mask=there, other=0))
         to = (q_first + token) * SIZE
     else:
         to = (query.to(tl.int64) * longest_query + token) * SIZE
-    inside = (token < length)[:, None] & (columns[None, :] < SIZE)
+    j = slot // BS
+    w_at = j.to(FAR) * w_document + place
+    g_at = j.to(FAR) * g_document + query.to(FAR) * g_query
+    d_at = j.to(FAR) * d_item
+    total = tl.zeros((BS * BJ, BD), tl.float32)
+    rows, live, g = _chosen_of(
+        program * 0 + low, j, high, there, w_at, g_at, d_at, gradient, winners, d_offsets, g_document, w_document,
+        d_token, D_PACKED, NONE,
+    )  # fmt: skip
+    for start in tl.range(low, high, BJ, num_stages=GATHERS):
+        document = program * 0 + start
+        if D_PACKED:
+            base = d_ptr
+        else:
+            base = d_ptr + document.to(tl.int64) * d_item
+        found = tl.load(
+            base + rows[:, None] + columns[None, :], mask=live[:, None] & (columns[None, :] < SIZE), other=0.0
+        )
+        slope = g
+        rows, live, g = _chosen_of(
+            document + BJ, j, high, there, w_at, g_at, d_at, gradient, winners, d_offsets, g_document, w_document,
+            d_token, D_PACKED, NONE,
+        )  # fmt: skip
+        total += found.to(tl.float32) * slope[:, None]
+    if BJ > 1:
+        total = tl.sum(tl.reshape(total, (BJ, BS, BD)), axis=0)
+        to = tl.max(tl.reshape(to, (BJ, BS)), axis=0)  # they are all the same
+        there = tl.max(tl.reshape(there.to(tl.int32), (BJ, BS)), axis=0) != 0
+    inside = there[:, None] & (columns[None, :] < SIZE)
     if ADDED:
         total += tl.load(to_q + to[:, None] + columns[None, :], mask=inside, other=0.0)
     tl.store(to_q + to[:, None] + columns[None, :], total.to(to_q.dtype.element_ty), mask=inside)
@@ -550,37 +641,37 @@ def _query_gradient(
 
 @triton.jit(do_not_specialize=[
     "programs_d", "items", "tiles_d", "tiles_q", "queries", "documents", "g_query", "g_document", "longest_query",
-    "longest_document", "set_size",
+    "longest_document", "set_size", "w_document", "magic", "places",
 ])  # fmt: skip
 def gradients_kernel(
-    q_ptr, d_ptr, q_mask_ptr, d_mask_ptr, q_offsets, d_offsets, owners, floors,
-    sets, gradient, winners, ring, to_q, to_d, programs_d, items, tiles_d, tiles_q, queries, documents,
-    g_query, g_document, longest_query, longest_document, set_size, q_item, q_token, d_item, d_token,
-    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr,
-    HAS_Q_MASK: tl.constexpr, HAS_D_MASK: tl.constexpr, Q_PACKED: tl.constexpr, D_PACKED: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
-    GATHERS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr, LINEAR: tl.constexpr,
-    FOR_QUERIES: tl.constexpr, FOR_DOCUMENTS: tl.constexpr, ADDED: tl.constexpr,
+    q_ptr, d_ptr, gradient, winners, ring, to_q, to_d, q_offsets, d_offsets, owners, sets,
+    programs_d, items, tiles_d, tiles_q, queries, documents, g_query, g_document,
+    longest_query, longest_document, set_size, w_document, magic, places, q_item, q_token, d_item, d_token,
+    SIZE: tl.constexpr, BD: tl.constexpr, OWNED: tl.constexpr, HAS_OWNERS: tl.constexpr, Q_PACKED: tl.constexpr,
+    D_PACKED: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCAN: tl.constexpr, BS: tl.constexpr, BJ: tl.constexpr,
+    STAGES: tl.constexpr, GATHERS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, NONE: tl.constexpr,
+    LINEAR: tl.constexpr, NEAR: tl.constexpr, FOR_QUERIES: tl.constexpr, FOR_DOCUMENTS: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tiles.
+    """Both gradients in one launch: the first ``programs_d`` programs own document tiles, the others query tokens.
 
     A gradient that is not wanted has no pointer, so its half must not be compiled.
     """
     program = tl.program_id(0)
     if FOR_DOCUMENTS:
         if program < programs_d:
-            mine = ring + program.to(tl.int64) * 4 * SCAN
+            mine = ring + program.to(tl.int64) * 2 * SCAN
             for item in range(program, items, programs_d):
                 _document_gradient(
-                    item, mine, q_ptr, q_offsets, d_offsets, owners, gradient, winners, to_d,
-                    tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, q_item, q_token,
-                    SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, SCAN, STAGES, EXACT, SCALED, NONE,
-                    LINEAR,
+                    item, mine, q_ptr, gradient, winners, to_d, q_offsets, d_offsets, owners,
+                    tiles_d, queries, g_query, g_document, longest_query, longest_document, set_size, w_document,
+                    magic, places, q_item, q_token, SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BT, BK, SCAN,
+                    STAGES, EXACT, SCALED, NONE, LINEAR, NEAR,
                 )  # fmt: skip
     if FOR_QUERIES:
         if program >= programs_d:
             _query_gradient(
-                program - programs_d, d_ptr, q_offsets, d_offsets, sets, gradient, winners, to_q,
-                tiles_q, queries, documents, g_query, g_document, longest_query, set_size, d_item, d_token,
-                SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, GATHERS, NONE, ADDED,
+                program - programs_d, d_ptr, gradient, winners, to_q, q_offsets, d_offsets, sets,
+                tiles_q, queries, documents, g_query, g_document, longest_query, set_size, w_document, magic, places,
+                d_item, d_token, SIZE, BD, OWNED, HAS_OWNERS, Q_PACKED, D_PACKED, BS, BJ, GATHERS, NONE, NEAR, ADDED,
             )  # fmt: skip

@@ -26,6 +26,15 @@ each document has one query; winners ``(documents, queries, longest_query)`` or 
 position of the document token that each query token chose, or ``none_of(dtype)`` where it chose nothing (None unless
 ``record``).
 ``backward(problem, winners, gradient, for_queries, for_documents)`` returns the two gradients (None where not wanted).
+
+A kernel for which nothing but a problem's layout (shapes, strides, dtypes, numbers) decides what runs may have
+``prepared(problem, shape=None)``. What it returns is kept and called again for other problems of that layout, with
+``others``, a problem's fields behind its tokens: ``forward(queries, documents, others, record)``,
+``backward(queries, documents, others, winners, gradient, for_queries, for_documents)`` and
+``recorded(queries, documents, others, for_documents)``, which returns scores, winners and ``home``: None, or a tensor
+like the documents, inside of which the winners lie. ``backward_at_home(queries, documents, others, winners, gradient,
+for_queries, home)`` makes that tensor their gradient, after which the winners are gone. Documents in sets may keep both
+axes there, and scores and their gradient have the given shape.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Launch shapes from ``tuning.json``: data by class of card and size of problem, no search at run time.
 
 For each direction and class of card ("sm90", else "default") the file holds rules; the first whose conditions hold
-gives the launch: ``rows`` and ``length`` are upper bounds of the query rows in a tile's reach and of the longest
-document; ``exact`` (float32), ``scaled`` (float16) and ``record`` must be equal.
+gives the launch: ``rows``, ``length`` and ``maxima`` are upper bounds of the query rows in a tile's reach, of the
+longest document, and of the query tokens times the documents they meet; ``exact`` (float32), ``scaled`` (float16),
+``record`` and ``half`` ("queries", "documents" or "both" gradients in a launch) must be equal.
 """
 
 import json
@@ -38,8 +39,8 @@ def _rules(direction, device):
 
 
 def _holds(rule, facts):
-    bounds = all(facts[name] <= rule[name] for name in ("rows", "length") if name in rule)
-    return bounds and all(facts[name] == rule[name] for name in ("exact", "scaled", "record") if name in rule)
+    bounds = all(facts[name] <= rule[name] for name in ("rows", "length", "maxima") if name in rule)
+    return bounds and all(facts[name] == rule[name] for name in ("exact", "scaled", "record", "half") if name in rule)
 
 
 def _first(direction, device, **facts):
@@ -49,11 +50,11 @@ def _first(direction, device, **facts):
     raise LookupError(f"tuning.json has no {direction} rule for {facts}")
 
 
-def forward(device, rows, length, exact, record):
+def forward(device, rows, length, exact, record, maxima):
     """Launch of the forward kernel."""
-    return _first("forward", device, rows=rows, length=length, exact=exact, record=record)
+    return _first("forward", device, rows=rows, length=length, exact=exact, record=record, maxima=maxima)
 
 
-def backward(device, length, exact, scaled):
+def backward(device, length, exact, scaled, half):
     """Launch of the backward kernel."""
-    return _first("backward", device, length=length, exact=exact, scaled=scaled)
+    return _first("backward", device, length=length, exact=exact, scaled=scaled, half=half)

@@ -15,6 +15,7 @@ from triton.compiler.compiler import compile, make_backend
 from triton.runtime import driver
 
 from flashot_backends.kernels.maxsim import device, triton, tuning
+from flashot_backends.kernels.maxsim.launch import arguments
 from flashot_backends.kernels.maxsim.layout import index_dtype, winners_shape
 from flashot_backends.ops.maxsim import Int8, Residuals
 from flashot_backends.ops.maxsim.problem import Problem
@@ -48,9 +49,9 @@ def front_end(source, target, options):
     source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
-def start(kernel, plan, tensors):
+def start(kernel, plan, tensors, more):
     """Instead of a launch."""
-    kernel.warmup(*tensors, *plan.numbers, grid=(plan.programs,), **plan.constants)
+    kernel.warmup(*arguments(kernel, plan, tensors, more), grid=(plan.programs,), **plan.constants)
 
 
 def tokens(packed, dtype=torch.float16, size=SIZE):
@@ -99,6 +100,7 @@ BASIC = {"BQ": 32, "BT": 32, "STAGES": 2, "num_warps": 4}
 LAUNCHES = {
     "table": None,
     "queries": {**BASIC, "DOCUMENT_ROWS": False},
+    "long queries": {**BASIC, "DOCUMENT_ROWS": False, "BQ": 16, "BT": 64, "FOLD": 8},
     "documents": {**BASIC, "DOCUMENT_ROWS": True},
     "registers": {**BASIC, "DOCUMENT_ROWS": False, "REGISTERS": True, "FOLD": 8},
     "shared": {**BASIC, "DOCUMENT_ROWS": False, "FOLD": 8, "PROGRAMS": 1},
@@ -106,9 +108,10 @@ LAUNCHES = {
 }
 
 
-def forward(launch, record, bits=None, **options):
+def forward(launch, record, bits=None, whole=False, **options):
     rows = LAUNCHES[launch]
     tuning.forward = table_forward if rows is None else lambda *_: dict(rows)
+    triton._are_enough = lambda *_: whole
     found = problem(**options)
     triton.forward(found if bits is None else found._replace(documents=coded(bits)), record)
 
@@ -123,7 +126,8 @@ def backward(wanted, **options):
 def variants():
     """(call, its arguments)"""
     kinds = {"dtype": DTYPES, "size": (SIZE, 300)}
-    for options in pairwise(launch=[*LAUNCHES], record=YES_NO, masked=("zero", "exclude"), **kinds, **TENSORS):
+    way = {"record": YES_NO, "masked": ("zero", "exclude"), "whole": YES_NO}
+    for options in pairwise(launch=[*LAUNCHES], **way, **kinds, **TENSORS):
         yield forward, options
     coded_kinds = {**TENSORS, "d_packed": (True,), "dtype": DTYPES[:2], "record": (False,)}
     for options in pairwise(launch=[*LAUNCHES], bits=(0, 2, 4), **coded_kinds):
@@ -146,7 +150,7 @@ def main():
         for kernel in KERNELS:
             kernel.device_caches[0]  # looking sets the compiler
             kernel.compile = front_end if i % 8 else compile
-        triton._plans.clear()
+        triton._layouts.clear()
         try:
             call(**options)
         except Exception as error:

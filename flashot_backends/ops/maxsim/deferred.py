@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy
 
 from .derivatives import transformed
 from .loss import contrastive
-from .scores import maxsim
+from .scores import groups, maxsim
 
 LEAST = 1 << 24  # winners below which a record of them does no harm
 
 
 def worthwhile(queries, documents):
     """Whether a record of the winning tokens would weigh as much as a quarter of the embeddings, and not little."""
-    winners = queries[..., 0].numel() * documents[..., 0, 0].numel()
+    winners = queries.shape[:-1].numel() * documents.shape[:-2].numel()
     embeddings = queries.numel() + documents.numel()
     return winners >= LEAST and 4 * winners >= embeddings * queries.element_size() and not transformed()
 
@@ -36,7 +36,8 @@ class DeferredScores:
     def tensor(self):
         """The scores, differentiable."""
         if self._tensor is None:
-            scores = maxsim(*self._flat(), self._masked)
+            score = maxsim if self._sides[1].dim() == 3 else groups
+            scores = score(*self._sides, self._masked)
             self._tensor = scores if self._temperature == 1.0 else scores / self._temperature
         return self._tensor
 

@@ -15,6 +15,8 @@ def in_torch(function):
 
     @functools.wraps(function)
     def call(queries, documents, *args, **kwargs):
+        if type(queries) is torch.Tensor:
+            return function(queries, documents, *args, **kwargs)
         first = _first(queries)
         if isinstance(first, torch.Tensor) or framework(first) not in OTHERS:
             return function(queries, documents, *args, **kwargs)

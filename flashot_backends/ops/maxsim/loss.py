@@ -8,7 +8,7 @@ from .derivatives import kernel_for, score, transformed
 from .inputs import build
 
 SCORES = 1 << 20  # scores alive at a time where no winners are wanted
-WINNERS = 1 << 21  # winners alive at a time
+WINNERS = 11 << 20  # winners alive at a time: with 32 x 180 tokens enough for two rounds of programs on an H200
 
 
 def contrastive(

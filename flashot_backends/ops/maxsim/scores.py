@@ -2,7 +2,7 @@
 
 import torch
 
-from . import derivatives
+from . import derivatives, repeat
 from .codes import Coded
 from .foreign import in_torch
 from .inputs import build, is_sets
@@ -65,13 +65,38 @@ def maxsim(
     TypeError, ValueError
         Naming the argument. flashot_backends' BackendError if a kernel asked for by name does not apply.
     """
+    key = None
+    if floors is None and not (normalize or mean):
+        scores, key = repeat.again(queries, documents, queries_mask, documents_mask, masked, pairs, backend)
+        if scores is not None:
+            return scores
+    given = queries, documents, queries_mask, documents_mask
     if normalize:
         queries, documents = _unit(queries), _unit(documents)
     problem = build(queries, documents, queries_mask, documents_mask, masked, pairs, floors)
-    scores = derivatives.score(problem, backend)
+    scores = derivatives.score(problem, backend) if key is None else _first(key, problem, given, backend)
     if mean:
         scores = scores / _counts(problem, scores)
     return _shaped(scores, problem, documents)
+
+
+def groups(queries, documents, queries_mask=None, documents_mask=None, masked="exclude"):
+    """Scores of all queries with all documents of a ``(D, N, tokens, d)`` tensor, ``(Q, D * N)``; masks as there."""
+    given = queries, documents, queries_mask, documents_mask
+    scores, key = repeat.again(*given, masked, "groups")
+    if scores is not None:
+        return scores
+    d_mask = None if documents_mask is None else documents_mask.flatten(0, 1)
+    problem = build(queries, documents.flatten(0, 1), queries_mask, d_mask, masked, False, None)
+    return derivatives.score(problem) if key is None else _first(key, problem, given)
+
+
+def _first(key, problem, given, backend=None):
+    """Scores of the first call of a layout; the next ones find what serves it."""
+    shape = given[1].shape[:2] if given[1].dim() == 4 and problem.set_size else None
+    call = derivatives.call_for(problem, backend, shape)
+    repeat.keep(key, call, problem, *given)
+    return derivatives.scored(problem.queries, problem.documents, problem[2:], call)
 
 
 @in_torch
