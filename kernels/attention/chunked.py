@@ -42,7 +42,8 @@ def half_step(pairs: Pairs, w, log_target, extra, guess) -> jax.Array:
 
 def matvec(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:
     """Σ_j exp(S_ij + u_i + w_j) z_j, (P, n). u: (P, n), w and z: (P, m)."""
-    return _over_strips(pairs, lambda strip: jnp.einsum("pnm,pm->pn", strip.plan(u, w), strip.columns(z)))
+    acc = pairs.scale.dtype
+    return _over_strips(pairs, lambda strip: _product("pnm,pm->pn", strip.plan(u, w), strip.columns(z), acc))
 
 
 def apply(pairs: Pairs, u: jax.Array, w: jax.Array, z: jax.Array) -> jax.Array:

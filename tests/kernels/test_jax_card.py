@@ -44,9 +44,10 @@ def test_attention(x64, kind, bin_kind, dtype, tolerance):  # noqa: F811
 
     tokens = rounded((cases.normal(i, 2, h, LENGTH, 64) for i, h in ((1, 4), (2, 2), (3, 2))), dtype)
     parts = tuple(rounded(cases.parts(64, 64), dtype))
-    got = gradients("pallas_gpu", tokens, parts)
-    wanted = gradients("reference", rounded(tokens, jnp.float64), tuple(rounded(parts, jnp.float64)))
-    assert cases.worst_error(rounded(jax.tree.leaves(got), jnp.float64), jax.tree.leaves(wanted)) < tolerance
+    got, plain = gradients("pallas_gpu", tokens, parts), gradients("chunked", tokens, parts)
+    wanted = jax.tree.leaves(gradients("reference", rounded(tokens, jnp.float64), tuple(rounded(parts, jnp.float64))))
+    error, usual = (cases.worst_error(rounded(jax.tree.leaves(one), jnp.float64), wanted) for one in (got, plain))
+    assert error < (tolerance if dtype == jnp.float32 else max(tolerance, 1.5 * usual)), usual
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
