@@ -46,7 +46,7 @@ from jax import lax  # noqa: E402
 from ott.geometry import pointcloud  # noqa: E402
 
 from flashot_backends.ops import sinkhorn  # noqa: E402
-from flashot_backends.ops.sinkhorn.jax_ops import plan_product  # noqa: E402
+from flashot_backends.ops.sinkhorn.jax_ops import plan_product, softmin  # noqa: E402
 
 
 @jax.tree_util.register_pytree_node_class
@@ -93,11 +93,11 @@ class PointCloud(pointcloud.PointCloud):
         """Return ε log |Σ_j exp((g_j − C_ij)/ε) vec_j| and its sign (axis 1), or along columns from f (axis 0)."""
         if not self.is_online:
             return super().apply_lse_kernel(f, g, eps, vec, axis)
-        potential = g if axis == 1 else f
+        potential, before = (g, f) if axis == 1 else (f, g)
         if not self.is_squared_euclidean:
             return self._streamed_lse(potential, eps, vec, axis)
         cost, epsilon = self._cost(axis), eps / self.inv_scale_cost
-        sums = -sinkhorn.softmin(cost, potential / eps, epsilon) / epsilon
+        sums = -softmin(cost, potential / eps, epsilon, guess=before * epsilon / eps) / epsilon
         if vec is None:
             return eps * sums, jnp.ones_like(sums)
         top = lax.stop_gradient(jnp.where(jnp.isfinite(sums), sums, 0))  # any stabiliser gives the same derivative
@@ -110,7 +110,7 @@ class PointCloud(pointcloud.PointCloud):
         eps = self.epsilon if eps is None else eps
         if not self.is_squared_euclidean:
             scale = self.inv_scale_cost
-            return self._streamed(lambda costs: jnp.exp(-costs * scale / eps) @ vec, axis)
+            return self._streamed(lambda costs: _dot(jnp.exp(-costs * scale / eps), vec), axis)
         n, m = self.shape if axis == 1 else self.shape[::-1]
         s, t = jnp.zeros(n, self.dtype), jnp.zeros(m, self.dtype)
         return plan_product(self._cost(axis), s, t, vec, eps / self.inv_scale_cost)
@@ -122,7 +122,7 @@ class PointCloud(pointcloud.PointCloud):
         if expands or not self.is_online:
             return super()._apply_cost_to_vec(vec, axis, fn, is_linear, scale_cost)
         scale = self.inv_scale_cost if scale_cost is None else scale_cost
-        return self._streamed(lambda costs: (costs * scale if fn is None else fn(costs * scale)) @ vec, axis)
+        return self._streamed(lambda costs: _dot(costs * scale if fn is None else fn(costs * scale), vec), axis)
 
     def _compute_summary_online(self, summary: str) -> jax.Array:
         if summary != "max_cost":
@@ -141,7 +141,7 @@ class PointCloud(pointcloud.PointCloud):
             top = lax.stop_gradient(exponents.max())
             top = jnp.where(jnp.isfinite(top), top, 0)
             weights = jnp.exp(exponents - top)
-            return weights.sum() if vec is None else weights @ vec, top
+            return weights.sum() if vec is None else _dot(weights, vec), top
 
         total, top = self._streamed(sums, axis)
         return _signed_log(total, top, eps)
@@ -155,6 +155,11 @@ class PointCloud(pointcloud.PointCloud):
             return reduce(self.cost_fn.all_pairs(*pair).reshape(-1))
 
         return lax.map(jax.checkpoint(of_one), points, batch_size=self.batch_size)
+
+
+def _dot(weights: jax.Array, vec: Any) -> jax.Array:
+    """A sum in the dtype of the numbers: XLA's default on a card has 11 bits for float32."""
+    return jnp.matmul(weights, vec, precision=lax.Precision.HIGHEST)
 
 
 def _signed_log(total: jax.Array, top: jax.Array, eps: Any) -> tuple[jax.Array, jax.Array]:

@@ -1,13 +1,15 @@
 """JAX attention and MaxSim on one CUDA card: errors against float64, times against plain JAX, parts, launch shapes.
 
 python benchmarks/card/attention.py [check] [bench] [parts] [long] [band] [maxsim]   (default: all; about two minutes)
+
+SECONDS_LEFT in the environment is when to stop: what would take longer is left out, and says so.
 """
 
 import os
 import sys
 import time
 
-START = time.time()
+START, SECONDS = time.time(), float(os.environ.get("SECONDS_LEFT", "600"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, os.getcwd())
 import functools
@@ -43,6 +45,13 @@ SHAPES = {
 
 def say(*parts):
     print(f"[{time.time() - START:5.1f}]", *parts, flush=True)
+
+
+def time_for(seconds, what):
+    if time.time() - START + seconds < SECONDS:
+        return True
+    say("no time for", what)
+    return False
 
 
 def tokens(problems, length, features, dtype, keys=None, shared=None):
@@ -109,6 +118,8 @@ def check():
     """Output and all gradients against float64 on the same rounded inputs, relative to each one's norm."""
     for name, length, keys, options, kind, features in CASES:
         for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)):
+            if not time_for(8, f"{name} {dtype.__name__}"):
+                return
             arrays = tokens(4, length, features, dtype, keys, shared=2)
             parts = tuple(jax.random.normal(jax.random.key(i), (features,), dtype) for i in range(3))
             arrays = (arrays[0].reshape(2, 2, length, features), *(array[:, None] for array in arrays[1:]))
@@ -140,6 +151,8 @@ def bench():
             ("forward", function, (q, k, v)),
             ("both", with_gradients(function), (q, k, v, v)),
         ):
+            if not time_for(6, f"{name} {kind}"):
+                return
             program, how = compiled(run, *arguments)
             say(name, kind, f"{milliseconds(program, *arguments):.3f} ms,", how)
     for problems, length, features, dtype in (
@@ -147,6 +160,8 @@ def bench():
         (8, 4096, 128, jnp.bfloat16),
         (1, 4096, 64, jnp.bfloat16),
     ):
+        if not time_for(5, f"{problems} × {length} × {features} {dtype.__name__}"):
+            return
         q, k, v = tokens(problems, length, features, dtype)
         program, _ = compiled(with_gradients(ours()), q, k, v, v)
         say(f"ours both {problems} × {length} × {features} {dtype.__name__} {milliseconds(program, q, k, v, v):.3f} ms")
@@ -191,6 +206,8 @@ def parts():
 
 def long():
     for problems in (1, 8):
+        if not time_for(10, f"{problems} × 65 536"):
+            return
         q, k, v = tokens(problems, 65536, 64, jnp.bfloat16)
         program, how = compiled(with_gradients(ours()), q, k, v, v)
         say(f"ours {problems} × 65 536: {milliseconds(program, q, k, v, v, calls=1):.0f} ms,", how)
@@ -203,12 +220,16 @@ def long():
 def band():
     q, k, v = tokens(8, 16384, 64, jnp.bfloat16)
     for window in (128, 512, 2048, None):
+        if not time_for(5, f"window {window}"):
+            return
         program, _ = compiled(with_gradients(ours(window=window)), q, k, v, v)
         say(f"window {window}: {milliseconds(program, q, k, v, v, calls=3):.2f} ms")
 
 
 def score():
     for queries, documents, dtype in ((64, 256, jnp.bfloat16), (32, 32, jnp.bfloat16), (64, 256, jnp.float32)):
+        if not time_for(6, f"maxsim {queries} × {documents} {dtype.__name__}"):
+            return
         q = jax.random.normal(jax.random.key(1), (queries, 32, 128), dtype)
         d = jax.random.normal(jax.random.key(2), (documents, 300, 128), dtype)
         mask = jnp.arange(300) < jnp.linspace(100, 300, documents)[:, None]

@@ -40,7 +40,18 @@ def flashot_register_adapters() -> list[AdapterSpec]:
     return [
         AdapterSpec(
             name="pot",
-            modules=("ot.bregman._sinkhorn", "ot.bregman._empirical", "ot.bregman"),
+            modules=(
+                "ot.bregman._sinkhorn",
+                "ot.bregman._empirical",
+                "ot.bregman._barycenter",
+                "ot.bregman",
+                "ot.unbalanced._sinkhorn",
+                "ot.solvers._linear",
+                "ot.solvers",
+                "ot.batch._utils",
+                "ot.batch._linear",
+                "ot.da",
+            ),
             target="flashot_backends.adapters.pot:adapt",
             distribution="POT",
             versions=">=0.9,<0.10",

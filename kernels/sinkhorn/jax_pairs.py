@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+#: |x − y|²; |x − y|, without gradient where points meet; Σ_k |x_k − y_k|, without gradient where coordinates meet.
+METRICS = ("sqeuclidean", "euclidean", "l1")
+
 
 class Pairs(NamedTuple):
     """A batch of B problems: costs C (B, n, m), never formed for points, each over its own ε.
 
-    x: (B or 1, n, d) and y: (B or 1, m, d), points around a common centre, C_ij = |x_i − y_j|²; or None.
+    x: (B or 1, n, d) and y: (B or 1, m, d), points around a common centre, with a metric of `METRICS`; or None.
     matrix: (B or 1, n, m), +inf for a forbidden pair; or None. A leading axis of 1 is shared by the problems.
     epsilon: (B,). All are in the dtype of the potentials: float64, else float32.
     held: what a kernel's `hold` made of these once for a whole loop, for them and for their transpose; or None.
@@ -24,13 +27,14 @@ class Pairs(NamedTuple):
     matrix: Any
     epsilon: Any
     held: Any = None
+    metric: str = "sqeuclidean"
 
     @property
     def T(self) -> Pairs:  # noqa: N802 - the field's name for a transpose
         """The same problems with rows and columns exchanged."""
         matrix = None if self.matrix is None else jnp.swapaxes(self.matrix, -1, -2)
         held = None if self.held is None else self.held[::-1]
-        return Pairs(self.y, self.x, matrix, self.epsilon, held)
+        return Pairs(self.y, self.x, matrix, self.epsilon, held, self.metric)
 
     @property
     def problems(self) -> int:
@@ -48,10 +52,21 @@ class Pairs(NamedTuple):
         return int(self.y.shape[1] if self.matrix is None else self.matrix.shape[2])
 
 
+def _pairs(metric: str, parts: Any) -> Pairs:
+    x, y, matrix, epsilon, held = parts
+    return Pairs(x, y, matrix, epsilon, held, metric)
+
+
+# Registered, for a tuple's own flattening takes the metric for an array.
+jax.tree_util.register_pytree_node(Pairs, lambda pairs: (tuple(pairs[:5]), pairs.metric), _pairs)
+
+
 def no_tile(request: Any, largest_width: int) -> str | None:
     """Why a Pallas kernel that holds so many coordinates at once cannot serve `request`, or None."""
     if request.kind != "points":
         return "a matrix of costs is reduced by XLA in the chunked tier"
+    if request.metric != "sqeuclidean":
+        return f"the metric {request.metric!r} is streamed in the chunked tier"
     if request.dtype == "float64":
         return "float64 runs in the chunked tier"
     if request.width > largest_width:
@@ -59,7 +74,7 @@ def no_tile(request: Any, largest_width: int) -> str | None:
     return None
 
 
-def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array) -> Pairs:
+def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array, metric: str = "sqeuclidean") -> Pairs:
     """Put points (or, with y None, a matrix) into the potentials' dtype, points around the midpoint of their means."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x = x.astype(dtype)
@@ -69,7 +84,13 @@ def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array) -> Pairs:
     centre = lax.stop_gradient((x.mean(1, keepdims=True) + y.mean(1, keepdims=True)) / 2)
     shared = (max(x.shape[0], y.shape[0]),)
     x, y = (jnp.broadcast_to(part - centre, (*shared, *part.shape[1:])) for part in (x, y))
-    return Pairs(x, y, None, epsilon.astype(dtype))
+    return Pairs(x, y, None, epsilon.astype(dtype), None, metric)
+
+
+def root(squares: jax.Array) -> jax.Array:
+    """√ of what is not negative, without a derivative at 0."""
+    apart = squares > 0
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1)), 0)
 
 
 def log_sum_exp(exponents: jax.Array, axis: int = -1) -> jax.Array:

@@ -2,15 +2,17 @@
 
 Everything is in base 2 and in units of ε / log2 e: points are scaled by √(log2 e / ε), so that a cost over ε is a
 squared distance. Few coordinates: direct differences on the ordinary units. More: each scaled coordinate is split into
-two float16 parts, x = hi + lo / 2048, and three products on the matrix units give float32's accuracy (TF32 would keep
-11 bits). A sum of exponentials is taken relative to what the caller expects it to be near; where that was far off, the
+two float16 parts, x = hi + lo, and three products on the matrix units give float32's accuracy (TF32 would keep 11
+bits). A sum of exponentials is taken relative to what the caller expects it to be near; where that was far off, the
 tile is done again with a running maximum.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +25,16 @@ from .jax_pairs import Pairs, no_tile, opaque
 LOG2E = math.log2(math.e)
 FEW_COORDINATES = 8
 LARGEST_WIDTH = 256
-SPLIT = 2048.0
+LARGEST_PART = 2.0**14  # float16 holds 2^16, and the smaller part keeps its digits down to 2^−24
 
 #: Sums outside of these bounds are taken again: terms may have been lost, or overflowed.
 LEAST, MOST = 2.0**-60, 2.0**100
 
-#: Programs that fill a card: columns are split until there are so many.
-PROGRAMS = 512
+#: Sums that a thread may keep for every pair of a tile that it holds.
+MOST_SUMS = 72
+
+#: Processors of a card, most parts of the columns, and what a program costs beside its tiles, in tiles.
+PROCESSORS, MOST_SPLITS, OVERHEAD = 132, 8, 2
 
 #: Tests run the kernels on a CPU through the interpreter.
 interpret = False
@@ -42,15 +47,15 @@ def applies(request) -> str | None:
 
 def hold(pairs: Pairs) -> Pairs:
     """Scale, split and pad the points once for many calls of `lse`."""
-    return pairs._replace(held=(_points(_Tiles.of(pairs, 0), pairs), _points(_Tiles.of(pairs.T, 0), pairs.T)))
+    return pairs._replace(held=(_points(_Tiles.of(pairs, 0, 0), pairs), _points(_Tiles.of(pairs.T, 0, 0), pairs.T)))
 
 
 def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array:
     """log Σ_j exp(h_j − C_ij/ε), (B, n), for h of shape (B, m); guess: (B, n), what it may be near, or None."""
-    tiles = _Tiles.of(pairs, 0)
+    tiles = _Tiles.of(pairs, 0, 0)
     near = jnp.zeros(h.shape[:1] + (pairs.rows,), jnp.float32) if guess is None else guess * LOG2E
     near = jnp.where(jnp.isfinite(near), near, 0)
-    parts = _launch(_lse_kernel, tiles, pairs, rows={"near": near}, columns={"t": h * LOG2E})
+    (parts,) = _launch(_lse_kernel, tiles, pairs, rows={"near": near}, columns={"t": h * LOG2E})
     if tiles.splits == 1:
         return parts[:, 0, : pairs.rows] / LOG2E
     top = parts.max(1, keepdims=True)
@@ -68,13 +73,49 @@ def reduce(
     if width > LARGEST_WIDTH:
         halves = values[..., : width // 2], values[..., width // 2 :]
         return jnp.concatenate([reduce(pairs, s, t, half, power, left, right) for half in halves], -1)
-    rows, columns = {"s": s * LOG2E}, {"t": t * LOG2E, "values": values}
-    if left is not None:
-        rows, columns = {**rows, "factors": left}, {**columns, "factors": right}
-    tiles = _Tiles.of(pairs, width)
-    out = _launch(functools.partial(_reduce_kernel, power), tiles, pairs, rows, columns)
-    out = out.sum(1)[:, : pairs.rows, :width]
+    sides = {"s": s * LOG2E}, {"t": t * LOG2E}
+    tiles = _Tiles.of(pairs, *_shares(pairs, width))
+    if tiles.vectors:
+        sides[1]["vectors"] = jnp.swapaxes(values[..., : tiles.vectors], 1, 2)
+    if tiles.values:
+        sides[1]["values_hi"], sides[1]["values_lo"], unit = _parts(values[..., tiles.vectors :])
+    scale = None if left is None else _factors(sides, left, right)
+    parts = _launch(functools.partial(_reduce_kernel, power), tiles, pairs, *sides, scale)
+    sums = [part.sum(1) for part in parts]
+    found = [jnp.swapaxes(sums[0], 1, 2)] if tiles.vectors else []
+    found += [sums[-1][..., : tiles.values] * unit] if tiles.values else []
+    out = jnp.concatenate(found, -1)[:, : pairs.rows]
     return out * (pairs.epsilon / LOG2E)[:, None, None] ** power
+
+
+def _shares(pairs: Pairs, width: int) -> tuple[int, int]:
+    """How many columns of a result the ordinary units add up, and how many the matrix units, by powers of two."""
+    few = pairs.x.shape[-1] <= FEW_COORDINATES
+    if width == 1 or (few and width <= FEW_COORDINATES + 1):
+        return width, 0
+    alone = _power(width - 1) < _power(width)
+    return (1, width - 1) if alone else (0, width)
+
+
+def _factors(sides: tuple[dict, dict], left: jax.Array, right: jax.Array) -> jax.Array | None:
+    """Add left and right to the operands of rows and of columns; return the scale (B,) of products of their parts."""
+    if left.shape[-1] == 1:
+        sides[0]["factor"], sides[1]["factor"] = left[..., 0], right[..., 0]
+        return None
+    units = []
+    for side, factors in zip(sides, (left, right), strict=True):
+        largest = abs(factors).max((1, 2), keepdims=True)
+        unit = jnp.where(largest > 0, largest, 1) / LARGEST_PART
+        side["factors_hi"], side["factors_lo"] = split(factors / unit)
+        units.append(unit[:, 0])
+    return units[0] * units[1]
+
+
+def _parts(values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Two float16 parts of each column over its unit, and the units (B or 1, 1, k)."""
+    largest = abs(values).max(1, keepdims=True)
+    unit = jnp.where(largest > 0, largest, 1) / LARGEST_PART
+    return *split(values / unit), unit
 
 
 class _Tiles(NamedTuple):
@@ -86,21 +127,26 @@ class _Tiles(NamedTuple):
     splits: int
     steps: int  # column tiles of one split
     few: bool  # coordinates
-    values: int  # columns of the result, 0 for a vector
+    vectors: int  # columns of the result that ordinary units add up
+    values: int  # and those that the matrix units add up; a log-sum-exp has neither
     warps: int
     stages: int
 
     @classmethod
-    def of(cls, pairs: Pairs, values: int) -> _Tiles:
-        few = pairs.x.shape[-1] <= FEW_COORDINATES
-        height, width, warps, stages = _shape(few, pairs.x.shape[-1], values)
+    def of(cls, pairs: Pairs, vectors: int, values: int) -> _Tiles:
+        coordinates, few = pairs.x.shape[-1], pairs.x.shape[-1] <= FEW_COORDINATES
+        kind = "matrix" if values else "vector" if vectors else "lse"
+        height, width, warps, stages, resident = shape(kind, max(coordinates, values))
         height, width = min(height, _power(pairs.rows)), min(width, _power(pairs.columns))
-        row_tiles, tiles = -(-pairs.rows // height), -(-pairs.columns // width)
-        while height > 16 and row_tiles * tiles * pairs.problems < PROGRAMS // 2 and not few:
+        while few and vectors * height * width > MOST_SUMS * 32 * warps:
+            width //= 2
+        work = pairs.problems * pairs.columns // width
+        while height > 16 and not few and -(-pairs.rows // height) * work < PROCESSORS:
             height //= 2
-            row_tiles = -(-pairs.rows // height)
-        splits = max(1, min(tiles, PROGRAMS // max(1, row_tiles * pairs.problems), 8))
-        return cls(pairs.rows, height, width, splits, -(-tiles // splits), few, values, warps, stages)
+        tiles, programs = -(-pairs.columns // width), -(-pairs.rows // height) * pairs.problems
+        splits = _splits(tiles, programs, resident * PROCESSORS)
+        steps = -(-tiles // splits)
+        return cls(pairs.rows, height, width, splits, steps, few, vectors, values, warps, stages)
 
     @property
     def padded_rows(self) -> int:
@@ -111,13 +157,28 @@ class _Tiles(NamedTuple):
         return self.splits * self.steps * self.width
 
 
-def _shape(few: bool, coordinates: int, values: int) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, warps, stages."""
-    if values:
-        return (64, 64, 4, 2) if max(coordinates, values) <= 64 else (64, 32, 4, 2)
-    if few:
-        return 16, 256, 4, 2
-    return (64, 128, 4, 2) if coordinates <= 64 else (64, 64, 4, 2)
+def shape(kind: str, width: int) -> tuple[int, int, int, int, int]:
+    """Rows and columns of a tile, warps, stages, and programs that a processor holds at once: ``pallas_tuning.json``.
+
+    kind: "lse", "vector" or "matrix", of what is added up; an entry holds up to so many coordinates or columns.
+    """
+    size = next(size for size in (FEW_COORDINATES, 64, 128, LARGEST_WIDTH) if width <= size)
+    rows, columns, warps, stages, resident = _tuning()[f"{kind}-{size}"]
+    return rows, columns, warps, stages, resident
+
+
+@functools.lru_cache
+def _tuning() -> dict[str, list[int]]:
+    return json.loads(Path(__file__).with_name("pallas_tuning.json").read_text())
+
+
+def _splits(tiles: int, programs: int, places: int) -> int:
+    """Parts of the columns: programs run in rounds, as many at once as there are places, and all take as long."""
+
+    def duration(splits: int) -> int:
+        return -(-programs * splits // places) * (-(-tiles // splits) + OVERHEAD)
+
+    return min(range(1, min(tiles, MOST_SPLITS) + 1), key=duration)
 
 
 # --- kernels: rows are dicts of arrays on chip, columns dicts of refs -------------------------------------------------
@@ -128,47 +189,90 @@ def _costs(tiles: _Tiles, rows: dict, columns: dict, tile):
     if tiles.few:
         return _differences(tiles, rows, columns, tile)
     squares = rows["squares"][:, None] + _columns_of(tiles, "squares", columns, tile)[None, :]
-    return jnp.maximum(squares - rows["scale"] * _dots(tiles, rows, columns, tile), 0.0)
+    return jnp.maximum(_fused(_dots(tiles, rows, columns, tile), -rows["scale"], squares), 0.0)
 
 
-def _exponents(tiles: _Tiles, rows: dict, columns: dict, tile):
-    """t_j − C_ij, with what belongs to the row alone left to `_shift`: fewer operations a pair."""
+def _exponents(tiles: _Tiles, rows: dict, columns: dict, tile, level):
+    """t_j − C_ij − level_i, with the squares of the row's own point left to `_shift`: few operations a pair."""
     t = _columns_of(tiles, "t", columns, tile)
     if tiles.few:
-        return t[None, :] - _differences(tiles, rows, columns, tile)
-    rest = t - _columns_of(tiles, "squares", columns, tile)
-    return rest[None, :] + rows["scale"] * _dots(tiles, rows, columns, tile)
+        exponents = t[None, :] - level[:, None]
+        for x, y in _coordinates(tiles, rows, columns, tile):
+            exponents = _less_square(exponents, x - y)
+        return exponents
+    rest = (t - _columns_of(tiles, "squares", columns, tile))[None, :] - level[:, None]
+    return _fused(_dots(tiles, rows, columns, tile), rows["scale"], rest)
 
 
 def _shift(tiles: _Tiles, rows: dict):
-    """What `_exponents` are above t_j − C_ij."""
+    """What `_exponents` are above t_j − C_ij − level_i."""
     return jnp.zeros((tiles.height,), jnp.float32) if tiles.few else rows["squares"]
+
+
+def _coordinates(tiles: _Tiles, rows: dict, columns: dict, tile):
+    return ((x[:, None], columns["points"][k, _at(tiles, tile)][None, :]) for k, x in enumerate(rows["points"]))
 
 
 def _differences(tiles: _Tiles, rows: dict, columns: dict, tile):
     total = jnp.zeros((tiles.height, tiles.width), jnp.float32)
-    for k, x in enumerate(rows["points"]):
-        total = total + (x[:, None] - columns["points"][k, _at(tiles, tile)][None, :]) ** 2
+    for x, y in _coordinates(tiles, rows, columns, tile):
+        total = total + (x - y) ** 2
     return total
 
 
 def _dots(tiles: _Tiles, rows: dict, columns: dict, tile):
-    x_hi, x_lo = rows["points"]
-    y_hi, y_lo = columns["hi"][_at(tiles, tile), :], columns["lo"][_at(tiles, tile), :]
-    return _product(x_hi, y_hi) + (_product(x_hi, y_lo) + _product(x_lo, y_hi)) * (1 / SPLIT)
+    """Products of points over the rows' scale."""
+    return _product(rows["points"], _parts_of(tiles, "", columns, tile), 1)
 
 
-def _product(left, right):
-    """left @ rightᵀ, float16 in and float32 out."""
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _product(left, right, right_axis):
+    """left @ right, or @ rightᵀ, of numbers in two parts: float16 in, float32 out, the small parts first."""
+    (hi, lo), (right_hi, right_lo) = left, right
+    total = _dot(lo, right_hi, right_axis)
+    total = total + _dot(hi, right_lo, right_axis)
+    return total + _dot(hi, right_hi, right_axis)
 
 
-def _exact(left, right, right_axis):
-    """A product of float32 numbers to float32's accuracy: three TF32 products, which a processor does not know."""
-    precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return lax.dot_general(
-        left, right, (((1,), (right_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+def _dot(left, right, right_axis):
+    return lax.dot_general(left, right, (((1,), (right_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weighted(plan, values, total):
+    """total + plan @ values for values in parts. Rows of the plan are brought into float16's range and back."""
+    largest = jnp.maximum(jnp.max(jnp.abs(plan), axis=1), 1e-30)
+    scaled = plan * (LARGEST_PART / largest)[:, None]
+    hi = scaled.astype(jnp.float16)
+    lo = (scaled - hi.astype(jnp.float32)).astype(jnp.float16)
+    return _fused(_product((hi, lo), values, 0), (largest / LARGEST_PART)[:, None], total)
+
+
+def _exp2(x):
+    """One instruction; the library's exp2 spends three more on results below 2^−126, which are 0 here."""
+    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def _fused(x, factor, shift):
+    """x · factor + shift in one instruction; XLA's Triton leaves products and sums apart."""
+    if interpret:
+        return x * factor + shift
+    return _instruction("fma.rn.f32 $0, $1, $2, $3;", x, jnp.broadcast_to(factor, x.shape), shift)
+
+
+def _less_square(x, difference):
+    """x − difference² in one instruction."""
+    if interpret:
+        return x - difference**2
+    return _instruction("{.reg .f32 n; neg.f32 n, $1; fma.rn.f32 $0, n, $1, $2;}", difference, x)
+
+
+def _instruction(assembly: str, *operands):
+    from jax.experimental.pallas import triton
+
+    shape = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
+    constraints = ",".join(["=f"] + ["f"] * len(operands))
+    return triton.elementwise_inline_asm(
+        assembly, args=list(operands), constraints=constraints, pack=1, result_shape_dtypes=[shape]
+    )[0]
 
 
 def _at(tiles: _Tiles, tile):
@@ -179,26 +283,34 @@ def _columns_of(tiles: _Tiles, name: str, columns: dict, tile):
     return columns[name][_at(tiles, tile)]
 
 
+def _parts_of(tiles: _Tiles, prefix: str, columns: dict, tile):
+    return tuple(columns[f"{prefix}{part}"][_at(tiles, tile), :] for part in ("hi", "lo"))
+
+
 def _lse_kernel(tiles: _Tiles, rows: dict, columns: dict, first, out):
     shift = _shift(tiles, rows)
     level = rows["near"] + shift
 
     def near(tile, total):
-        return total + jnp.sum(jnp.exp2(_exponents(tiles, rows, columns, tile) - level[:, None]), axis=1)
+        terms = _exp2(_exponents(tiles, rows, columns, tile, level))
+        return total + (terms if tiles.few else jnp.sum(terms, axis=1))
 
     def anywhere(tile, carry):
         top, total = carry
-        found = _exponents(tiles, rows, columns, tile)
+        found = _exponents(tiles, rows, columns, tile, jnp.zeros_like(level))
         new = jnp.maximum(top, jnp.max(found, axis=1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
-        return new, total * jnp.exp2(top - safe) + jnp.sum(jnp.exp2(found - safe[:, None]), axis=1)
+        return new, total * _exp2(top - safe) + jnp.sum(_exp2(found - safe[:, None]), axis=1)
 
     def again():
         start = jnp.full((tiles.height,), -jnp.inf, jnp.float32), jnp.zeros((tiles.height,), jnp.float32)
         top, total = lax.fori_loop(first, first + tiles.steps, anywhere, start)
         return _log(top - shift, total)
 
-    total = lax.fori_loop(first, first + tiles.steps, near, jnp.zeros((tiles.height,), jnp.float32))
+    # Rows of the matrix units' results lie in few threads, and are cheap to add up; others are added up once.
+    start = jnp.zeros((tiles.height, tiles.width) if tiles.few else (tiles.height,), jnp.float32)
+    total = lax.fori_loop(first, first + tiles.steps, near, start)
+    total = jnp.sum(total, axis=1) if tiles.few else total
     doubtful = (rows["index"] < tiles.n) & ~((total > LEAST) & (total < MOST))
     found = jnp.max(jnp.where(doubtful, 1, 0)) > 0
     out[...] = lax.cond(found, again, lambda: _log(rows["near"], total))
@@ -208,56 +320,107 @@ def _log(top, total):
     return jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), -jnp.inf)
 
 
-def _reduce_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, out):
-    def body(tile, total):
-        costs = _costs(tiles, rows, columns, tile)
-        exponents = rows["s"][:, None] + _columns_of(tiles, "t", columns, tile)[None, :] - costs
-        plan = jnp.exp2(exponents)
-        for _ in range(power):
-            plan = plan * costs
+def _reduce_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, *outs):
+    def body(tile, totals):
+        plan, (vectors, matrix) = _plan(power, tiles, rows, columns, tile), totals
+        if "factor" in rows:
+            plan = plan * rows["factor"][:, None] * _columns_of(tiles, "factor", columns, tile)[None, :]
         if "factors" in rows:
-            plan = plan * _exact(rows["factors"], columns["factors"][_at(tiles, tile), :], 1)
-        return total + _exact(plan, columns["values"][_at(tiles, tile), :], 0)
+            products = _product(rows["factors"], _parts_of(tiles, "factors_", columns, tile), 1)
+            plan = plan * (products * rows["factors_scale"])
+        for k in range(tiles.vectors):
+            values = columns["vectors"][k, _at(tiles, tile)][None, :]
+            total = _fused(plan, values, vectors[k]) if tiles.few else vectors[k] + jnp.sum(plan * values, axis=1)
+            vectors = (*vectors[:k], total, *vectors[k + 1 :])
+        if tiles.values:
+            matrix = _weighted(plan, _parts_of(tiles, "values_", columns, tile), matrix)
+        return vectors, matrix
 
-    out[...] = lax.fori_loop(first, first + tiles.steps, body, jnp.zeros(out.shape, jnp.float32))
+    blank = jnp.zeros((tiles.height, tiles.width) if tiles.few else (tiles.height,), jnp.float32)
+    matrix = jnp.zeros(outs[-1].shape, jnp.float32) if tiles.values else jnp.float32(0)
+    vectors, matrix = lax.fori_loop(first, first + tiles.steps, body, ((blank,) * tiles.vectors, matrix))
+    for k, total in enumerate(vectors):
+        outs[0][k, :] = jnp.sum(total, axis=1) if tiles.few else total
+    if tiles.values:
+        outs[-1][...] = matrix
+
+
+def _plan(power: int, tiles: _Tiles, rows: dict, columns: dict, tile):
+    """exp(s_i + t_j − C_ij) C_ij^power, (height, width)."""
+    if not power:
+        return _exp2(_exponents(tiles, rows, columns, tile, _shift(tiles, rows) - rows["s"]))
+    costs = _costs(tiles, rows, columns, tile)
+    plan = _exp2(rows["s"][:, None] + _columns_of(tiles, "t", columns, tile)[None, :] - costs)
+    for _ in range(power):
+        plan = plan * costs
+    return plan
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
 
 
-def _launch(kernel, tiles: _Tiles, pairs: Pairs, rows: dict, columns: dict) -> jax.Array:
-    """Launch over (row tiles, splits, problems); returns (B, splits, rows) or (B, splits, rows, values), padded."""
-    points = _points(tiles, pairs) if tiles.values or pairs.held is None else pairs.held[0]
+def _launch(
+    kernel, tiles: _Tiles, pairs: Pairs, rows: dict, columns: dict, factors_scale: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Launch over (row tiles, splits, problems).
+
+    Returns (B, splits, rows) of a log-sum-exp; else (B, splits, vectors, rows) and (B, splits, rows, values) of what
+    there is. Padded.
+    """
+    points = _points(tiles, pairs) if tiles.vectors or tiles.values or pairs.held is None else pairs.held[0]
     rows = {**_padded(rows, tiles.padded_rows), **points[0]}
+    if factors_scale is not None:
+        rows["factors_scale"] = factors_scale
     columns = {**_padded(columns, tiles.padded_columns), **points[1]}
     specs = [_spec(name, part, pairs.problems, tiles.height) for name, part in rows.items()]
     specs += [_spec(name, part, pairs.problems, None) for name, part in columns.items()]
-    tail = (_power(tiles.values),) if tiles.values else ()
-    out = pairs.problems, tiles.splits, tiles.padded_rows, *tail
+    shapes, out_specs = zip(*_outs(tiles, pairs.problems), strict=True)
     launch = pl.pallas_call(
         functools.partial(_entry, kernel, tiles, tuple(rows), tuple(columns)),
-        out_shape=jax.ShapeDtypeStruct(out, jnp.float32),
+        out_shape=shapes,
         grid=(tiles.padded_rows // tiles.height, tiles.splits, pairs.problems),
         in_specs=specs,
-        out_specs=pl.BlockSpec((None, None, tiles.height, *tail), lambda i, q, p: (p, q, i, *(0 for _ in tail))),
+        out_specs=out_specs,
         compiler_params=_compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
-        name="sinkhorn_reduce" if tiles.values else "sinkhorn_lse",
+        name="sinkhorn_reduce" if tiles.vectors or tiles.values else "sinkhorn_lse",
     )
     return opaque(launch)(*rows.values(), *columns.values())
 
 
+def _outs(tiles: _Tiles, problems: int) -> list[tuple[jax.ShapeDtypeStruct, Any]]:
+    """What is written, and the block of it that a program writes."""
+    found: list[tuple[jax.ShapeDtypeStruct, Any]] = []
+    leading, rows, height = (problems, tiles.splits), tiles.padded_rows, tiles.height
+
+    def add(shape: tuple[int, ...], block: tuple[int, ...], at: Any) -> None:
+        spec = pl.BlockSpec((None, None, *block), lambda i, q, p: (p, q, *at(i)))
+        found.append((jax.ShapeDtypeStruct((*leading, *shape), jnp.float32), spec))
+
+    if tiles.vectors:
+        add((tiles.vectors, rows), (tiles.vectors, height), lambda i: (0, i))
+    if tiles.values:
+        columns = _power(tiles.values)
+        add((rows, columns), (height, columns), lambda i: (i, 0))
+    if not found:
+        add((rows,), (height,), lambda i: (i,))
+    return found
+
+
 def _entry(kernel, tiles: _Tiles, row_names, column_names, *refs):
-    inputs, out = refs[:-1], refs[-1]
-    near = dict(zip(row_names, inputs[: len(row_names)], strict=True))
-    columns = dict(zip(column_names, inputs[len(row_names) :], strict=True))
-    rows = {name: ref[...] for name, ref in near.items() if name in ("near", "s", "squares", "factors")}
+    end = len(row_names) + len(column_names)
+    near = dict(zip(row_names, refs[: len(row_names)], strict=True))
+    columns = dict(zip(column_names, refs[len(row_names) : end], strict=True))
+    rows = {name: ref[...] for name, ref in near.items() if name in ("near", "s", "squares", "factor")}
+    if "factors_hi" in near:
+        rows["factors"] = near["factors_hi"][...], near["factors_lo"][...]
+        rows["factors_scale"] = near["factors_scale"][0]
     if tiles.few:
         rows["points"] = [near["points"][k, :] for k in range(near["points"].shape[0])]
     else:
         rows["points"], rows["scale"] = (near["hi"][...], near["lo"][...]), near["scale"][0]
     rows["index"] = pl.program_id(0) * tiles.height + lax.broadcasted_iota(jnp.int32, (tiles.height,), 0)
-    kernel(tiles, rows, columns, pl.program_id(1) * tiles.steps, out)
+    kernel(tiles, rows, columns, pl.program_id(1) * tiles.steps, *refs[end:])
 
 
 def _compiler_params(warps: int, stages: int) -> Any:
@@ -275,25 +438,28 @@ def _points(tiles: _Tiles, pairs: Pairs) -> tuple[dict[str, jax.Array], dict[str
         rows, columns = ({"points": jnp.swapaxes(points, 1, 2)} for points in (x, y))
     else:
         largest = jnp.maximum(abs(x).max((1, 2)), abs(y).max((1, 2)))[:, None, None]
-        largest = jnp.where(largest > 0, largest, 1)
-        rows, columns = (_split_points(points, largest) for points in (x, y))
-        rows["scale"] = 2 * largest[:, 0] ** 2
+        unit = jnp.where(largest > 0, largest, 1) / LARGEST_PART
+        rows, columns = (_split_points(points, unit) for points in (x, y))
+        rows["scale"] = 2 * unit[:, 0] ** 2
     return _padded(rows, tiles.padded_rows), _padded(columns, tiles.padded_columns)
 
 
-def _split_points(points: jax.Array, largest: jax.Array) -> dict[str, jax.Array]:
-    hi, lo = split(points / largest)
+def _split_points(points: jax.Array, unit: jax.Array) -> dict[str, jax.Array]:
+    hi, lo = split(points / unit)
     return {"hi": hi, "lo": lo, "squares": (points**2).sum(-1)}
 
 
 def split(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float16 parts of float32 numbers in [−1, 1]: hi + lo / 2048.
+    """Two float16 parts of float32 numbers up to `LARGEST_PART`: hi + lo.
 
     Rounded by ``reduce_precision``: XLA may leave out a conversion to float16 and back.
     """
     hi = lax.reduce_precision(numbers, exponent_bits=5, mantissa_bits=10)
-    return hi.astype(jnp.float16), ((numbers - hi) * SPLIT).astype(jnp.float16)
+    return hi.astype(jnp.float16), (numbers - hi).astype(jnp.float16)
 
+
+#: Numbers of a problem among the operands of its rows.
+SCALES = ("scale", "factors_scale")
 
 #: What padded columns hold, so that they weigh nothing: their exponent.
 _FILL = {"t": -math.inf}
@@ -305,12 +471,12 @@ def _padded(parts: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
 
 
 def _padded_array(name: str, array: jax.Array, count: int) -> jax.Array:
-    if name == "scale":
+    if name in SCALES:
         return array
-    axis = 2 if name == "points" else 1
+    axis = 2 if name in ("points", "vectors") else 1
     amounts = [(0, 0)] * array.ndim
     amounts[axis] = (0, count - array.shape[axis])
-    if name in ("hi", "lo", "values", "factors"):
+    if name.endswith(("hi", "lo")):
         amounts[2] = (0, _power(array.shape[2]) - array.shape[2])
     fill = _FILL.get(name, 0.0)
     return jnp.pad(array, amounts, constant_values=fill) if any(after for _, after in amounts) else array
@@ -323,9 +489,9 @@ def _power(size: int) -> int:
 def _spec(name: str, array: jax.Array, problems: int, height: int | None):
     """A block of rows, or all columns; an array with one leading entry is shared by the problems."""
     own = problems // array.shape[0]
-    if name == "scale":
+    if name in SCALES:
         return pl.BlockSpec((None, 1), lambda i, q, p: (p // own, 0))
-    axis = 2 if name == "points" else 1
+    axis = 2 if name in ("points", "vectors") else 1
     block = [*array.shape[1:]]
     if height is not None:
         block[axis - 1] = height

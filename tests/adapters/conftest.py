@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import flashot_backends
+from flashot_backends import dispatch
 
 
 class Problem(NamedTuple):
@@ -57,6 +58,21 @@ def lazy_tensors(pot):
     """Skip where the host is older than its own LazyTensor."""
     if not hasattr(pot.utils, "LazyTensor"):
         pytest.skip("POT is older than 0.9.2")
+
+
+@pytest.fixture
+def complete(pot):
+    """Skip where the host is older than what we know of its other solvers."""
+    if tuple(int(part) for part in pot.__version__.split(".")[:3]) < (0, 9, 5):
+        pytest.skip("POT is older than 0.9.5")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the dispatcher was asked for."""
+    asked, select = [], dispatch.select
+    monkeypatch.setattr(dispatch, "select", lambda *args, **kwargs: asked.append(args[0]) or select(*args, **kwargs))
+    return asked
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,11 @@ N, M = 19, 23
 def _host():
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)  # most of the time is compilation
     flashot_backends.enable()
     yield
     flashot_backends.disable()
+    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_enable_x64", before)
 
 

@@ -152,7 +152,7 @@ def test_inputs_are_left_alone(pot, problem):
 def test_numpy_through_another_device(pot, problem, monkeypatch):
     """The plumbing of numpy_device, with the processor in the role of the card."""
     pytest.importorskip("torch")
-    from flashot_backends.adapters import pot as adapter
+    from flashot_backends.adapters import pot_arrays as adapter
 
     moved = []
     monkeypatch.setattr(adapter, "_card", lambda: moved.append(1) or "cpu")

@@ -70,6 +70,29 @@ def test_sinkhorn_transport(pot, clouds):
     by_method(moved)
 
 
+@pytest.mark.usefixtures("complete")
+@pytest.mark.parametrize("way", ["continuous", "ferradans"])
+def test_sinkhorn_transport_keeps_its_method(pot, clouds, calls, way):
+    """Where it maps new points the host knows one name only, and warns of others."""
+    import inspect
+
+    X, Y, *_ = clouds
+    known = "continuous" in str(inspect.signature(pot.da.SinkhornTransport.__init__))
+    if not known and way == "continuous":
+        pytest.skip("this POT has no such map")
+    options = {"reg_e": 0.1, "max_iter": 2000, "out_of_sample_map": way}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = pot.da.SinkhornTransport(method="flash", **options).fit(Xs=X, Xt=Y)
+    assert calls and ours.method == "flash"
+    del calls[:]
+    hosts = pot.da.SinkhornTransport(method="sinkhorn_log", **options).fit(Xs=X, Xt=Y)
+    assert not calls
+    np.testing.assert_allclose(ours.coupling_, hosts.coupling_, rtol=1e-7)
+    np.testing.assert_allclose(ours.transform(Xs=X + 0.1), hosts.transform(Xs=X + 0.1), rtol=1e-7)
+    np.testing.assert_allclose(ours.inverse_transform(Xt=Y), hosts.inverse_transform(Xt=Y), rtol=1e-7)
+
+
 def test_free_support_barycenter(pot, clouds):
     X, Y, *_ = clouds
     weights = [np.full(19, 1 / 19), np.full(24, 1 / 24)]

@@ -6,15 +6,6 @@ import numpy as np
 import pytest
 
 import flashot_backends
-from flashot_backends import dispatch
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """What the dispatcher was asked for."""
-    asked, select = [], dispatch.select
-    monkeypatch.setattr(dispatch, "select", lambda *args, **kwargs: asked.append(args[0]) or select(*args, **kwargs))
-    return asked
 
 
 def both(pot, entry, problem, b=None, **options):
@@ -80,21 +71,36 @@ def test_print_period(pot, problem):
     assert len(log["err"]) == len(host_log["err"])
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [("greenkhorn", "stopping rule"), ("sinkhorn_epsilon_scaling", "stopping rule")],
-)
-def test_other_methods_stay(pot, problem, calls, caplog, method, reason):
-    from flashot_backends.adapters import pot as adapter
+def test_another_method_stays(pot, problem, calls, caplog):
+    from flashot_backends.adapters import pot_arrays as adapter
 
-    adapter._say_once.cache_clear()
+    adapter.say_once.cache_clear()
     with caplog.at_level(logging.INFO, "flashot_backends"), flashot_backends.use(substitute=["pot"]):
         for _ in range(2):
-            pot.sinkhorn(problem.a, problem.b, problem.M, 0.5, method=method)
+            pot.sinkhorn(problem.a, problem.b, problem.M, 0.5, method="greenkhorn")
     assert not calls
-    said = [record.message for record in caplog.records if method in record.message]
+    said = [record.message for record in caplog.records if "greenkhorn" in record.message]
     assert len(said) == 1
-    assert reason in said[0]
+    assert "stopping rule" in said[0]
+
+
+def test_a_method_made_of_others_calls_ours(pot, problem, calls):
+    (expected, _), (ours, _) = both(pot, "sinkhorn", problem, method="sinkhorn_epsilon_scaling")
+    assert calls
+    np.testing.assert_allclose(ours, expected, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sinkhorn_log", "sinkhorn_knopp", "sinkhorn_stabilized"])
+def test_methods_by_themselves(pot, problem, calls, name):
+    """As ``ot.solve`` and others call them."""
+    method, arguments = getattr(pot.bregman, name), (problem.a, problem.b, problem.M, problem.reg)
+    expected, host_log = method(*arguments, log=True)
+    assert not calls
+    with flashot_backends.use(substitute=["pot"]):
+        ours, log = method(*arguments, log=True)
+    assert calls
+    np.testing.assert_allclose(ours, expected, rtol=1e-7)
+    assert_same_logs(log, host_log)
 
 
 def test_what_we_refuse_stays(pot, problem, calls):

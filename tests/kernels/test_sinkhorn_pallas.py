@@ -47,12 +47,16 @@ def test_lse(kernel, size):
     assert bool((nothing == -jnp.inf).all())
 
 
-@pytest.mark.parametrize(("size", "power", "weighted"), [*zip(SIZES, (0, 2, 1), (True, False, True), strict=True)])
-def test_reduce(kernel, size, power, weighted):
+# Columns of values are added up by ordinary units, by the matrix units, or by both; factors of one column multiply.
+@pytest.mark.parametrize(("size", "power", "width", "rank"), [
+    (SIZES[0], 0, 5, 5), (SIZES[1], 2, 1, 0), (SIZES[2], 1, 5, 1), (SIZES[0], 1, 13, 3), (SIZES[2], 0, 17, 0),
+])  # fmt: skip
+def test_reduce(kernel, size, power, width, rank):
     pairs, h = operands(*size)
     problems, _, n, m, _ = size
-    values, left, right = (jnp.cos(jnp.arange(problems * k * 5.0)).reshape(problems, k, 5) for k in (m, n, m))
-    factors = (left, right) if weighted else (None, None)
+    shapes = (m, width), (n, rank), (m, rank)
+    values, *factors = (jnp.cos(jnp.arange(problems * k * c * 1.0)).reshape(problems, k, c) for k, c in shapes)
+    factors = factors if rank else (None, None)
     s = -jax_reference.lse(pairs, h)
     wanted = jax_reference.reduce(pairs, s, h, values, power, *factors)
     found = kernel.reduce(pairs, s, h, values, power, *factors)
@@ -74,10 +78,10 @@ def test_wide_values(kernel, monkeypatch):
 
 
 def test_split():
-    numbers = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, 10_000), "float32")
+    numbers = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, 10_000), "float32") * pallas_gpu.LARGEST_PART
     hi, lo = pallas_gpu.split(numbers)
-    restored = np.asarray(hi, float) + np.asarray(lo, float) / pallas_gpu.SPLIT
-    assert abs(restored - np.asarray(numbers, float)).max() < 2**-22
+    restored = np.asarray(hi, float) + np.asarray(lo, float)
+    assert abs(restored - np.asarray(numbers, float)).max() < 2**-22 * pallas_gpu.LARGEST_PART
 
 
 def exported(kernel, function, platform, size=(1, False, 1000, 700, 64)):
@@ -123,10 +127,13 @@ def test_on_a_card(size):
     for guess in (None, wanted, wanted - 300):
         found = jax.jit(pallas_gpu.lse)(pairs, h, guess)
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
-    values, s = jnp.cos(jnp.arange(size[0] * size[3] * 5.0)).reshape(size[0], size[3], 5), -wanted
-    found = jax.jit(pallas_gpu.reduce)(pairs, s, h, values)
-    plain = jax_reference.reduce(pairs, s, h, values)
-    np.testing.assert_allclose(found, plain, atol=5e-6 * float(abs(plain).max()))
+    for width, rank in ((1, 0), (5, 1), (17, 0), (65, 7)):
+        shapes = (size[3], width), (size[2], rank), (size[3], rank)
+        values, *factors = (jnp.cos(jnp.arange(size[0] * k * c * 1.0)).reshape(size[0], k, c) for k, c in shapes)
+        given = pairs, -wanted, h, values, *([0, *factors] if rank else [])
+        found = jax.jit(pallas_gpu.reduce, static_argnums=4)(*given)
+        plain = jax_reference.reduce(*given)
+        np.testing.assert_allclose(found, plain, atol=5e-6 * float(abs(plain).max()))
 
 
 COMPILE = """

@@ -1,10 +1,14 @@
 """Derivatives: against autograd through dense matrices, and against finite differences."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, softmin, solve  # noqa: E402
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, softmin, solve, unrolled  # noqa: E402
 
 from .sinkhorn_cases import INF, close, make, matrix_of, normal, plan, sinkhorn, weights  # noqa: E402
 
@@ -224,3 +228,80 @@ def test_second_derivatives_are_refused(backend, output):
     (by_x,) = torch.autograd.grad(output(solved(parts, 2, backend)), parts[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(by_x.sum(), parts[:1])
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def held(parts):
+    """Bytes of the different tensors in nested tuples; what a whole problem has in common does not count."""
+    storages = {}
+
+    def look(part):
+        if isinstance(part, torch.Tensor):
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        elif isinstance(part, tuple) and not isinstance(part, unrolled.Duals):
+            for one in part:
+                look(one)
+
+    look(tuple(parts))
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({"acceleration": None}, 1),  # potentials
+        ({"acceleration": "overrelaxation"}, 2),  # and softmins, which the relaxed potentials are not
+        ({"acceleration": "overrelaxation", "reach": (1.0, 3.0)}, 2),
+        ({"acceleration": None, "reach": 1.0}, 2),
+        ({"acceleration": "annealing"}, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("n", "m"), [(60, 500), (500, 60)])
+def test_what_is_kept_of_an_iteration(options, numbers, n, m, monkeypatch):
+    """One or two numbers for every point: never over pairs."""
+    loop, kept = unrolled._main_loop, []
+
+    def watched(*arguments):
+        steps = list(loop(*arguments))
+        kept.append(held(steps))
+        return iter(steps)
+
+    monkeypatch.setattr(unrolled, "_main_loop", watched)
+    for iterations in (60, 160):
+        x = normal(n, 2).requires_grad_()
+        cost, exactly = PointCloud(x, normal(m, 2, seed=1)), {"tolerance": 0, "max_iterations": iterations}
+        solve(cost, epsilon=0.05, **exactly, **options).value().backward()
+    an_iteration = (kept[1] - kept[0]) / 100
+    assert an_iteration <= 1.11 * numbers * 8 * (n + m)  # a look may hold a translated pair once more
+
+
+MEMORY = """
+import resource, sys, torch
+from flashot_backends.ops.sinkhorn import PointCloud, solve
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(0)
+x, y = (torch.randn(n, 2, generator=generator).requires_grad_() for n in (20000, 2))
+reach = float(sys.argv[1])
+def run(iterations):
+    options = {"tolerance": 0, "max_iterations": iterations, "acceleration": "overrelaxation", "reach": reach}
+    solution = solve(PointCloud(x, y), epsilon=1.0, **options)
+    (solution.value() + solution.linear_cost()).backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+run(20)
+print(-run(100) + run(600))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory as Linux counts it")
+@pytest.mark.parametrize("reach", ["inf", "2.0"])
+def test_memory_of_relaxed_iterations(reach):
+    """500 iterations more hold their potentials and softmins, 80 MB, and nothing else, forward and backward."""
+    exactly = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # pages of its own for every vector, given back at once
+    call = [sys.executable, "-c", MEMORY, reach]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, env=exactly)
+    assert done.returncode == 0, done.stderr
+    kept = 500 * 2 * 20002 * 4
+    assert 0.5 * kept < float(done.stdout) < 1.25 * kept, f"{float(done.stdout) / kept:.2f}"

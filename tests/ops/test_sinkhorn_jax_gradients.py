@@ -60,7 +60,7 @@ def test_unrolled_with_early_stopping_in_a_batch():
     """Each problem's gradient is that of its own iterations; under jit, vmap and grad alike."""
     x, y, a, b, _ = cases.problem(1, (2,))
     epsilon = jnp.asarray([0.3, 1.0])
-    options = {"tolerance": 1e-3, "check_every": 3, "max_iterations": 90}
+    options = {"tolerance": 1e-3, "check_every": 3, "max_iterations": 90, "acceleration": None}
 
     def loss(x, y, a, b, epsilon):
         s = solve(PointCloud(x, y), a, b, epsilon=epsilon, **options)

@@ -220,6 +220,18 @@ def test_gradients_are_those_of_the_iterations_run(backend, kind, rho, accelerat
         close(ours, right, rtol=1e-7, atol=1e-9)
 
 
+def test_gradients_of_few_iterations():
+    """Nothing has converged, so the factors of the first cycle show; a short reach sets them here."""
+    x, y, a, b = normal(7, 3).requires_grad_(), normal(9, 3, seed=1), 0.7 * weights(7), 1.9 * weights(9, seed=1)
+    options = {"epsilon": 0.3, "reach": (2.0, 0.3), "tolerance": 0, "max_iterations": 3}
+
+    def total(x):
+        solution = solve(PointCloud(x, y), a, b, acceleration="overrelaxation", **options)
+        return solution.f.square().sum() + solution.g.square().sum()
+
+    assert torch.autograd.gradcheck(total, x, eps=1e-6, atol=1e-7, rtol=1e-6, fast_mode=True)
+
+
 @reaches
 def test_finite_differences_of_the_value(rho):
     """Iterated to convergence, the value has the derivative of the minimum."""

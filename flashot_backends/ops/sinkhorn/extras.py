@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashot_backends.kernels.sinkhorn.blocks import exact_products
-
 from ..arrays import to_torch
-from .costs import LABELLED, PointCloud, broadcast_batch, floating
+from .costs import PointCloud, broadcast_batch, check_labelling, floating
+from .formulas import product
 from .metrics import pairwise
 
 
@@ -36,16 +34,7 @@ def _check_feature_weights(cost: PointCloud) -> None:
 
 
 def _check_labels(cost: PointCloud) -> None:
-    if cost.labels is None or cost.table is None:
-        there, missing = ("table", "labels") if cost.labels is None else ("labels", "table")
-        raise ValueError(f"{there} is given without {missing}; accepted are both or none")
-    if cost.metric not in LABELLED:
-        raise ValueError(f"labels are given with the metric {cost.metric!r}; accepted with labels is one of {LABELLED}")
-    if not isinstance(cost.labels, tuple | list) or len(cost.labels) != 2:
-        raise TypeError(f"labels is a {type(cost.labels).__name__}; accepted is a pair of integer arrays")
-    weight = cost.label_weight
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
-        raise ValueError(f"label_weight is {weight!r}; accepted is a finite number")
+    check_labelling(cost)
     table = floating(cost.table, "table")
     _same_place(table, "table", cost)
     if table.ndim < 2 or 0 in table.shape[-2:]:
@@ -108,8 +97,7 @@ def dense(cost: PointCloud) -> Tensor:
         x, y = x * scale, y * scale
         if cost.metric == "cosine":
             x, y = (part / part.square().sum(-1, keepdim=True).sqrt() for part in (x, y))
-        with exact_products(x.device):
-            out = float(cost.metric == "cosine") - x @ y.transpose(-1, -2)
+        out = float(cost.metric == "cosine") - _products(x, y)
     else:
         if weights is not None:
             scale = (weights if cost.metric == "l1" else weights.sqrt()).unsqueeze(-2)
@@ -119,6 +107,13 @@ def dense(cost: PointCloud) -> Tensor:
         return out
     rows, columns = cost.labels
     return out + cost.label_weight * _looked_up(cost.table, rows, columns)
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """x yᵀ, (..., n, d) and (..., m, d) to (..., n, m)."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    flat = (part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:]) for part in (x, y))
+    return product(*flat).reshape(*batch, x.shape[-2], y.shape[-2])
 
 
 def _looked_up(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -15,7 +15,36 @@ from torch import Tensor
 
 from flashot_backends.kernels.sinkhorn.blocks import exact_products
 
-from .streamed import transformed
+from .streamed import StreamedOp, transformed
+
+
+@StreamedOp
+def product(first: Tensor, second: Tensor) -> Tensor:
+    """first secondᵀ, (B, n, k) and (B, m, k) to (B, n, m), as wide as its operands, and so are its derivatives.
+
+    Autograd would run the derivative of a product outside of what guards the product.
+    """
+    with exact_products(first.device):
+        return first @ second.transpose(-1, -2)
+
+
+@product.fake
+def _(first, second):  # type: ignore[no-untyped-def]
+    return first.new_empty(*first.shape[:2], second.shape[1])
+
+
+def _product_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_grad(ctx: Any, grad: Tensor) -> Any:
+    first, second = ctx.saved_tensors
+    by_first = product(grad, second.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
+    return by_first, product(grad.transpose(-1, -2), first.transpose(-1, -2)) if ctx.needs_input_grad[1] else None
+
+
+product.derivative(_product_grad, _product_setup)
+product.batched()
 
 
 class Plan(NamedTuple):
@@ -70,8 +99,8 @@ class Plan(NamedTuple):
     def _towards(self, x: Tensor, y: Tensor, u: Tensor, v: Tensor, power: int) -> Tensor:
         """2 Σ_j W_ij (x_i − y_j)."""
         extended = torch.cat([torch.ones_like(y[:, :, :1]), y], -1)
-        values = (v.to(y.dtype)[:, :, :, None] * extended[:, :, None, :]).flatten(2)
-        found = self.moment(values, power).unflatten(2, (v.shape[-1], extended.shape[-1]))
+        values = (v.to(y.dtype)[:, :, :, None] * extended[:, :, None, :]).reshape(*y.shape[:2], -1)
+        found = self.moment(values, power).reshape(*x.shape[:2], v.shape[-1], extended.shape[-1])
         rows = (u[:, :, :, None] * found).sum(2)
         return 2 * (x * rows[:, :, :1] - rows[:, :, 1:])
 
@@ -80,9 +109,7 @@ class Plan(NamedTuple):
         matrix = self.x.to(self.s.dtype).masked_fill(forbidden, 0.0)
         scalings = (self.s[:, :, None] + self.t[:, None, :]).masked_fill(forbidden, -torch.inf)
         plan = torch.exp(scalings - matrix / self.real[:, None, None])
-        with exact_products(self.x.device):
-            inner = u @ v.to(u.dtype).transpose(-1, -2)
-        return (plan * matrix**power * inner).to(self.x.dtype)
+        return (plan * matrix**power * product(u, v.to(u.dtype))).to(self.x.dtype)
 
 
 def moment_gradients(

@@ -14,33 +14,36 @@ from . import jax_streams
 from .costs import broadcast_batch
 from .jax_costs import as_jax
 from .jax_implicit import implicit
-from .jax_loop import State, Updates, iterate, stride, unrolled
+from .jax_loop import State, Updates, iterate
 from .jax_problem import Control, checked_control, choose, flat, make_problem, starting_point
 from .jax_solution import Solution
 from .jax_streams import Wants, instantiated, moment, values_of
+from .jax_unbalanced import Penalty, make_penalty
+from .jax_unrolled import unrolled
 
 
 def solve(
-    cost: Any, a: Any, b: Any, *, epsilon: Any, max_iterations: Any, tolerance: Any, check_every: Any,
+    cost: Any, a: Any, b: Any, *, epsilon: Any, reach: Any, max_iterations: Any, tolerance: Any, check_every: Any,
     acceleration: Any, init: Any, gradient: Any, gradient_tolerance: Any, precision: Any, backend: Any, norm: Any,
 ) -> Any:
     """`ops.sinkhorn.solve` for JAX arrays: inside or outside of ``jit``, ``grad`` and ``vmap``."""
     control = checked_control(
         max_iterations, tolerance, check_every, norm, acceleration, precision, gradient, gradient_tolerance
     )
-    problem, batch = make_problem(cost, a, b, epsilon)
-    f = starting_point(problem, batch, init)
+    problem, batch = make_problem(cost, a, b, epsilon, reach)
     kernel = choose(problem, backend)
-    pairs = prepare(problem.x, problem.y, problem.epsilon)
-    given = pairs, problem.a, problem.b, f
+    pairs = prepare(problem.x, problem.y, problem.epsilon, problem.metric)
+    f, penalty = starting_point(problem, batch, init), make_penalty(problem.reach, problem.offsets)
+    given = pairs, problem.a, problem.b, f, penalty
     if gradient == "envelope":
         given = jax.lax.stop_gradient(given)
     state = _solve(kernel, control, *given, jnp.asarray(tolerance, f.dtype))
-    return Solution(kernel, batch, gradient == "envelope", pairs, problem.a, problem.b, state)
+    weights = problem.a, problem.b
+    return Solution(kernel, batch, gradient == "envelope", pairs, weights, problem.offsets, problem.reach, state)
 
 
-def softmin(cost: Any, h: Any, epsilon: Any, *, backend: Any) -> jax.Array:
-    """`ops.sinkhorn.softmin` for JAX arrays."""
+def softmin(cost: Any, h: Any, epsilon: Any, *, guess: Any = None, backend: Any = None) -> jax.Array:
+    """`ops.sinkhorn.softmin` for JAX arrays; a guess (n,) at the result of one problem may save time."""
     problem, batch = make_problem(cost, None, None, epsilon)
     h_, m = as_jax(h, "h"), problem.b.shape[1]
     if h_.shape[-1:] != (m,):
@@ -49,9 +52,11 @@ def softmin(cost: Any, h: Any, epsilon: Any, *, backend: Any) -> jax.Array:
     if wider != batch:  # ε and the cost follow h
         epsilon_ = problem.epsilon.reshape(batch)
         problem, batch = make_problem(cost, None, None, jnp.broadcast_to(epsilon_, wider))[0], wider
-    pairs = prepare(problem.x, problem.y, problem.epsilon)
-    out = jax_streams.softmin(choose(problem, backend), pairs, flat(h_.astype(problem.a.dtype), batch, 1))
-    return out.reshape(*batch, -1)
+    pairs = prepare(problem.x, problem.y, problem.epsilon, problem.metric)
+    alpha, beta = problem.offsets or (jnp.zeros((), problem.a.dtype),) * 2
+    h_ = flat(h_.astype(problem.a.dtype), batch, 1) - beta / problem.epsilon[:, None]
+    near = None if guess is None else jax.lax.stop_gradient(jnp.asarray(guess, h_.dtype))[None] - alpha
+    return (jax_streams.softmin(choose(problem, backend), pairs, h_, near) + alpha).reshape(*batch, -1)
 
 
 def plan_product(cost: Any, s: Any, t: Any, values: Any, epsilon: Any, *, backend: Any = None) -> jax.Array:
@@ -60,7 +65,7 @@ def plan_product(cost: Any, s: Any, t: Any, values: Any, epsilon: Any, *, backen
     Exponents are taken as they are, so s and t must keep them in range.
     """
     problem, _ = make_problem(cost, None, None, epsilon)
-    pairs = prepare(problem.x, problem.y, problem.epsilon)
+    pairs = prepare(problem.x, problem.y, problem.epsilon, problem.metric)
     s, t, values = (jnp.asarray(part, problem.a.dtype)[None] for part in (s, t, values))
     return moment(choose(problem, backend), 0, pairs, s, t, values[:, :, None])[0, :, 0]
 
@@ -68,30 +73,35 @@ def plan_product(cost: Any, s: Any, t: Any, values: Any, epsilon: Any, *, backen
 @partial(jax.jit, static_argnums=(0, 1))
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _solve(
-    kernel: Any, control: Control, pairs: Pairs, a: jax.Array, b: jax.Array, f: jax.Array, tolerance: jax.Array
+    kernel: Any, control: Control, pairs: Pairs, a: jax.Array, b: jax.Array, f: jax.Array, penalty: Penalty | None,
+    tolerance: jax.Array,
 ) -> State:
-    return iterate(kernel, control, pairs, a, b, f, tolerance)[0]
+    return iterate(kernel, control, pairs, a, b, f, tolerance, penalty)[0]
 
 
 def _solve_fwd(kernel: Any, control: Control, *arguments: Any) -> Any:
     wants = Wants.of(arguments[0])
-    pairs, a, b, f, tolerance = values_of(arguments)
-    state, saved = iterate(kernel, control, pairs, a, b, f, tolerance, saving=control.gradient == "unrolled")
-    return state, (wants, pairs, a, b, state, saved)
+    pairs, a, b, f, penalty, tolerance = values_of(arguments)
+    saving = control.gradient == "unrolled"
+    state, saved = iterate(kernel, control, pairs, a, b, f, tolerance, penalty, saving)
+    return state, (wants, pairs, a, b, penalty, state, saved)
 
 
 def _solve_bwd(kernel: Any, control: Control, residual: Any, cotangent: Any) -> Any:
-    wants, pairs, a, b, state, saved = residual
+    wants, pairs, a, b, penalty, state, saved = residual
     by_f, by_g = instantiated(cotangent[0], state.f), instantiated(cotangent[1], state.g)
-    updates = Updates(kernel, pairs, a, b)
+    updates = Updates(kernel, pairs, a, b, penalty)
     if control.gradient == "implicit":
-        total = implicit(updates, wants, a, b, state, control.residual, by_f, by_g)
+        total, by_start = implicit(updates, wants, state, control.residual, by_f, by_g), jnp.zeros_like(by_f)
     else:
-        total = unrolled(updates, wants, state.iterations, saved, stride(control), by_f, by_g)
-    by_a, by_b = (
-        jnp.where(w > 0, by_log / jnp.where(w > 0, w, 1), 0) for w, by_log in ((a, total.log_a), (b, total.log_b))
-    )
-    return total.pairs, by_a, by_b, total.f, None
+        total, by_start = unrolled(updates, wants, control, state.iterations, saved, by_f, by_g)
+    duals, weights = total.duals, (updates.a, updates.b)
+    by_a, by_b = (_by_weight(*pair) for pair in zip(weights, (duals.log_a, duals.log_b), strict=True))
+    return total.of_pairs, by_a, by_b, jnp.where(updates.a > 0, by_start, 0), duals.penalty, None
+
+
+def _by_weight(weight: jax.Array, by_log: jax.Array) -> jax.Array:
+    return jnp.where(weight > 0, by_log / jnp.where(weight > 0, weight, 1), 0)
 
 
 _solve.__wrapped__.defvjp(_solve_fwd, _solve_bwd, symbolic_zeros=True)

@@ -14,22 +14,32 @@ import jax
 import jax.numpy as jnp
 
 from .costs import broadcast_batch
-from .jax_costs import as_jax
+from .jax_costs import as_jax, visible
+from .jax_metrics import kernel_form
 from .values import judge
 
 MASS_TOLERANCE = {"float64": 1e-5, "float32": 1e-4}
 NORMS, GRADIENTS = ("l1", "l2"), ("unrolled", "envelope", "implicit")
+ACCELERATIONS = ("auto", "overrelaxation", None)
 
 
 class Problem(NamedTuple):
     """A batch of B problems, flat: x (B or 1, n, d) and y, or x a matrix (B or 1, n, m) and y None; a (B, n), b (B, m),
-    ε (B,), all but the cost in the dtype of the potentials."""
+    ε (B,), all but the cost in the dtype of the potentials.
+
+    ``offsets`` are terms of the cost that depend on its row (B, n) and on its column (B, m) alone; kernels do not see
+    them, and the potentials inside are those of the cost without them. ``reach`` (B, 2) holds ρ of rows and of columns,
+    infinite where a marginal is binding; None where all are.
+    """
 
     x: jax.Array
     y: jax.Array | None
     a: jax.Array
     b: jax.Array
     epsilon: jax.Array
+    metric: str
+    offsets: tuple[jax.Array, jax.Array] | None = None
+    reach: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -44,24 +54,40 @@ class Control(NamedTuple):
     check_every: int
     norm: str
     stops: bool  # the tolerance is not 0
+    relaxes: bool  # updates are over-relaxed
     gradient: str
     residual: float  # of the linear system of the implicit gradient; 0 for the default
 
+    @property
+    def looks(self) -> int:
+        """How often the error may be looked at."""
+        return self.slot(self.max_iterations) + 1
 
-def make_problem(cost: Any, a: Any, b: Any, epsilon: Any) -> tuple[Problem, tuple[int, ...]]:
+    def slot(self, iteration: Any) -> Any:
+        """The place in the history of a look after this iteration."""
+        return -((1 - iteration) // self.check_every)
+
+
+def make_problem(cost: Any, a: Any, b: Any, epsilon: Any, reach: Any = None) -> tuple[Problem, tuple[int, ...]]:
     """Check a transport problem and flatten its batch; return the batch's shape too."""
     n, m = cost.shape[-2:]
     if n == 0 or m == 0:
         raise ValueError(f"cost has shape {cost.shape}; accepted are at least one row and one column")
     a_, b_ = weights(a, "a", n, cost), weights(b, "b", m, cost)
-    epsilon_ = regularisation(epsilon, a_.dtype)
+    epsilon_, reach_ = regularisation(epsilon, a_.dtype), reaches(reach, a_.dtype)
+    shapes = {"a": a_.shape[:-1], "b": b_.shape[:-1], "epsilon": epsilon_.shape}
+    shapes |= {} if reach_ is None else {"reach": reach_.shape[:-1]}
     batch = cost.batch
-    for name, shape in (("a", a_.shape[:-1]), ("b", b_.shape[:-1]), ("epsilon", epsilon_.shape)):
+    for name, shape in shapes.items():
         batch = broadcast_batch(batch, shape, "cost", name)
-    parts = [flat_cost(part, batch) for part in cost.tensors]
-    problem = Problem(
-        parts[0], parts[1] if len(parts) > 1 else None, flat(a_, batch, 1), flat(b_, batch, 1), flat(epsilon_, batch, 0)
-    )
+    form = kernel_form(cost)
+    x, y = (None if part is None else flat_cost(part, batch) for part in form[:2])
+    vectors = flat(a_, batch, 1), flat(b_, batch, 1), flat(epsilon_, batch, 0)
+    offsets = None
+    if form.offsets is not None:
+        alpha, beta = (flat(part.astype(a_.dtype), batch, 1) for part in form.offsets)
+        offsets = alpha, beta
+    problem = Problem(x, y, *vectors, form.metric, offsets, None if reach_ is None else flat(reach_, batch, 1))
     check_values(problem)
     return problem, batch
 
@@ -89,6 +115,33 @@ def regularisation(given: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(given if isinstance(given, numbers.Real) else as_jax(given, "epsilon"), dtype)
 
 
+def reaches(given: Any, dtype: Any) -> jax.Array | None:
+    """The reach of rows and columns, (..., 2); None where both are infinite numbers."""
+    sides = given if isinstance(given, tuple | list) else (given, given)
+    if len(sides) != 2:
+        raise ValueError(f"reach has {len(sides)} entries; accepted is one for both sides, or a pair (rows, columns)")
+    rho = [_as_number(side) for side in sides]
+    if all(isinstance(side, float) and side == math.inf for side in rho):
+        return None
+    arrays = [jnp.asarray(side, dtype) if isinstance(side, float) else as_jax(side, "reach") for side in rho]
+    broadcast_batch(arrays[0].shape, arrays[1].shape, "reach's rows", "reach's columns")
+    stacked = jnp.stack(jnp.broadcast_arrays(*arrays), -1)
+    return jax.lax.stop_gradient(stacked.astype(dtype))
+
+
+def _as_number(given: Any) -> Any:
+    """One side's reach as a number, or the array that it is."""
+    if given is None:
+        return math.inf
+    if isinstance(given, bool | str):
+        raise TypeError(f"reach is {given!r}; accepted are positive numbers, arrays of one for each problem, and None")
+    if not isinstance(given, numbers.Real):
+        return given
+    if not float(given) > 0:
+        raise ValueError(f"reach is {given}; accepted are positive numbers, infinity or None for a binding marginal")
+    return float(given)
+
+
 def flat(array: jax.Array, batch: tuple[int, ...], tail: int) -> jax.Array:
     """Expand to (*batch, …) and merge the batch axes, in front of ``tail`` axes."""
     shape = array.shape[array.ndim - tail :]
@@ -111,9 +164,10 @@ def flat_argument(array: jax.Array, batch: tuple[int, ...], tail: int, name: str
 
 
 def starting_point(problem: Problem, batch: tuple[int, ...], init: Any) -> jax.Array:
-    """The row potentials to start from, (B, n)."""
+    """The row potentials to start from, (B, n), without the cost's terms of one side."""
+    alpha = jnp.zeros_like(problem.a) if problem.offsets is None else problem.offsets[0]
     if init is None:
-        return jnp.zeros_like(problem.a)
+        return -alpha
     if not isinstance(init, tuple | list) or len(init) != 2:
         raise TypeError(f"init is a {type(init).__name__}; accepted is a pair (f, g) of potentials")
     for name, given, weight in (("f", init[0], problem.a), ("g", init[1], problem.b)):
@@ -122,7 +176,7 @@ def starting_point(problem: Problem, batch: tuple[int, ...], init: Any) -> jax.A
         shape = as_jax(given, f"init's {name}").shape
         if shape[-1:] != weight.shape[-1:]:
             raise ValueError(f"init's {name} has shape {shape}; accepted is (..., {weight.shape[-1]})")
-    return flat_argument(jnp.asarray(init[0], problem.a.dtype), batch, 1, "init's f")
+    return flat_argument(jnp.asarray(init[0], problem.a.dtype), batch, 1, "init's f") - alpha
 
 
 def checked_control(
@@ -138,12 +192,14 @@ def checked_control(
     given: Any = gradient_tolerance
     if given is not None and (not isinstance(given, numbers.Real) or not 0 < float(given) < 1):
         raise ValueError(f"gradient_tolerance is {given!r}; accepted is a number between 0 and 1")
-    choices = {"norm": (norm, NORMS), "acceleration": (acceleration, ("auto", None)),
+    choices = {"norm": (norm, NORMS), "acceleration": (acceleration, ACCELERATIONS),
                "precision": (precision, ("high", "fast", None)), "gradient": (gradient, GRADIENTS)}  # fmt: skip
     for name, (value, accepted) in choices.items():
         if value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted for JAX arrays is one of {accepted}")
-    return Control(int(max_iterations), int(check_every), norm, float(tolerance) > 0, gradient, float(given or 0))
+    stops = float(tolerance) > 0
+    relaxes = acceleration == "overrelaxation" or (acceleration == "auto" and stops)
+    return Control(int(max_iterations), int(check_every), norm, stops, relaxes, gradient, float(given or 0))
 
 
 # ---------------------------------------------------------------------------------------------------------- values
@@ -151,22 +207,27 @@ def checked_control(
 
 def check_values(problem: Problem) -> None:
     """Look at the numbers where they are known: one pass over the data."""
-    if any(isinstance(part, jax.core.Tracer) for part in problem) or math.prod(problem.shape) == 0:
+    parts = (*problem[:5], problem.reach)
+    if not all(map(visible, parts)) or math.prod(problem.shape) == 0:
         return
-    found = jax.device_get(_measure(*problem))
+    found = jax.device_get(_measure(*parts))
     for name, value in found.items():
         judge(name, float(value), MASS_TOLERANCE[str(problem.a.dtype)])
 
 
 @jax.jit
-def _measure(x: Any, y: Any, a: Any, b: Any, epsilon: Any) -> dict[str, jax.Array]:
+def _measure(x: Any, y: Any, a: Any, b: Any, epsilon: Any, reach: Any) -> dict[str, jax.Array]:
     masses = a.sum(-1), b.sum(-1)
-    points = {"M": x.min()} if y is None else {"x": _soundness(x), "y": _soundness(y)}
-    return points | {
+    found = {"M": x.min()} if y is None else {"x": _soundness(x), "y": _soundness(y)}
+    found |= {
         "epsilon": jnp.where(epsilon < jnp.inf, epsilon, jnp.nan).min(),
         "a": a.min(), "mass of a": masses[0].min(), "b": b.min(), "mass of b": masses[1].min(),
-        "mass": abs(masses[1] / masses[0] - 1).max(),
     }  # fmt: skip
+    difference = abs(masses[1] / masses[0] - 1)
+    if reach is not None:  # a side that may miss its marginal makes up for different masses
+        difference = jnp.where((reach == jnp.inf).all(-1), difference, 0)
+        found["reach"] = jnp.where(reach > 0, reach, jnp.nan).min()
+    return found | {"mass": difference.max()}
 
 
 def _soundness(points: jax.Array) -> jax.Array:
@@ -194,7 +255,7 @@ def choose(problem: Problem, backend: str | Sequence[str] | None) -> Any:
 
     x, points = problem.x, problem.y is not None
     kind, width = ("points", x.shape[-1]) if points else ("matrix", 0)
-    request = Request("jax", _platform(x), kind, str(x.dtype), "sqeuclidean", problem.shape, width)
+    request = Request("jax", _platform(x), kind, str(x.dtype), problem.metric, problem.shape, width)
     return select("sinkhorn", request, backend)
 
 

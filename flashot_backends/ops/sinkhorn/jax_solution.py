@@ -11,6 +11,7 @@ from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs
 
 from .jax_costs import as_jax
 from .jax_loop import State, log_weights, scaling
+from .jax_metrics import pairwise
 from .jax_problem import flat_argument
 from .jax_streams import moment
 
@@ -21,21 +22,21 @@ class Solution:
     """The JAX twin of `solution.Solution`: the same attributes and methods. A pytree, so that ``jit`` can return it."""
 
     def __init__(
-        self, kernel: Any, batch: tuple[int, ...], envelope: bool, pairs: Pairs, a: jax.Array, b: jax.Array,
-        state: State,
-    ):
+        self, kernel: Any, batch: tuple[int, ...], envelope: bool, pairs: Pairs, weights: tuple[jax.Array, jax.Array],
+        offsets: tuple[jax.Array, jax.Array] | None, reach: jax.Array | None, state: State,
+    ):  # fmt: skip
         self._kernel, self._batch, self._envelope = kernel, batch, envelope
-        self._pairs, self._a, self._b, self._state = pairs, a, b, state
+        self._pairs, self._weights, self._offsets, self._reach, self._state = pairs, weights, offsets, reach, state
 
     @property
     def f(self) -> jax.Array:
         """Row potentials (..., n), in the unit of the cost."""
-        return self._result(self._state.f, 1)
+        return self._result(self._potentials()[0], 1)
 
     @property
     def g(self) -> jax.Array:
         """Column potentials (..., m), in the unit of the cost."""
-        return self._result(self._state.g, 1)
+        return self._result(self._potentials()[1], 1)
 
     @property
     def iterations(self) -> jax.Array:
@@ -44,8 +45,13 @@ class Solution:
 
     @property
     def error(self) -> jax.Array:
-        """‖Pᵀ1 − b‖ (...) in the norm asked for. Rows are exact."""
+        """‖Pᵀ1 − b‖ (...) in the norm asked for, or ‖Pᵀ1 − b e^(−g/ρ₂)‖ where columns may miss b. Rows are exact."""
         return self._shaped(self._state.error, 0)
+
+    @property
+    def errors(self) -> jax.Array:
+        """The error at every look, (..., looks); NaN where nothing was looked at."""
+        return self._shaped(self._state.errors, 1)
 
     @property
     def converged(self) -> jax.Array:
@@ -75,55 +81,96 @@ class Solution:
 
     def linear_cost(self) -> jax.Array:
         """Return ⟨P, C⟩ (...), streamed. Its gradient is that of the plan too."""
-        s, t = self._scalings()
-        return self._result(moment(self._kernel, 1, self._pairs, s, t, jnp.ones_like(t)[:, :, None]).sum((1, 2)))
+        found = self._inner_cost()
+        return self._result(found if self._offsets is None else found + _dots(self._marginals(), self._offsets))
+
+    def entropy(self) -> jax.Array:
+        """Return −Σ P (log P − 1), (...), streamed."""
+        (s, t), (rows, columns) = self._scalings(), self._marginals()
+        scaled = self._inner_cost() / self._pairs.epsilon
+        return self._result(rows.sum(-1) + scaled - _dot(rows, s) - _dot(columns, t))
 
     def value(self, convention: str = "kl") -> jax.Array:
         """Return the regularised value (...), from the marginals; see `solution.Solution.value`."""
         if convention not in CONVENTIONS:
             raise ValueError(f"convention is {convention!r}; accepted is one of {CONVENTIONS}")
-        (s, t), epsilon = self._scalings(), self._pairs.epsilon
+        total = self._value(convention)
+        if not self._envelope:
+            return self._shaped(total)
+        if convention == "entropy" and self._reach is not None:  # the plan does not minimise it
+            return self._result(total)
+        dual = self._dual(convention)
+        return self._shaped(jax.lax.stop_gradient(total) + dual - jax.lax.stop_gradient(dual))
+
+    def _value(self, convention: str) -> jax.Array:
+        (s, t), (a, b), epsilon = self._scalings(), self._weights, self._pairs.epsilon
         rows, columns = self._marginals()
         if convention == "kl":
-            dual = _dot(rows, self._state.f) + _dot(columns, self._state.g)
-            total = dual + epsilon * (self._a.sum(-1) * self._b.sum(-1) - rows.sum(-1))
+            f, g = self._potentials()
+            total = _dot(rows, f) + _dot(columns, g) + epsilon * (a.sum(-1) * b.sum(-1) - rows.sum(-1))
         else:
             total = epsilon * (_dot(rows, s) + _dot(columns, t) - rows.sum(-1))
-        if self._envelope:
-            dual = self._dual(convention)
-            total = jax.lax.stop_gradient(total) + dual - jax.lax.stop_gradient(dual)
-        return self._shaped(total)
+            total = total if self._offsets is None else total + _dots((rows, columns), self._offsets)
+        if self._reach is None:
+            return total
+        missed = jnp.stack([_divergence(rows, a), _divergence(columns, b)], -1)
+        return total + (jnp.where(self._reach == jnp.inf, 0, self._reach) * missed).sum(-1)
 
     def _dual(self, convention: str) -> jax.Array:
-        """The dual objective at fixed potentials, (B,): its derivative is that of the value, at the optimum."""
-        a, b, epsilon, state = self._a, self._b, self._pairs.epsilon, self._state
+        """The dual objective at fixed potentials, (B,): its derivative is that of the value, at the optimum.
+
+        −ρ Σ a (e^(−f/ρ) − 1), or ⟨a, f⟩, for rows and the like for columns, and −ε Σ P (for "kl" + ε Σ a Σ b).
+        """
+        (a, b), epsilon = self._weights, self._pairs.epsilon
         if convention == "kl":
-            (s, t), f, g, offset = self._scalings(), state.f, state.g, a.sum(-1) * b.sum(-1)
+            held = jax.lax.stop_gradient(self._potentials())
+            offset, logs = a.sum(-1) * b.sum(-1), tuple(map(log_weights, self._reachable()))
         else:
-            held = jax.lax.stop_gradient(tuple(epsilon[:, None] * part for part in self._scalings()))
-            f, g, offset = held[0], held[1], jnp.zeros_like(epsilon)
-            s, t = (jnp.where(part == -jnp.inf, -jnp.inf, _finite(part) / epsilon[:, None]) for part in held)
+            scaled = (epsilon[:, None] * part for part in self._scalings())
+            held = jax.lax.stop_gradient(tuple(map(jnp.add, scaled, self._offsets or (0, 0))))
+            offset, logs = jnp.zeros_like(epsilon), tuple(jnp.where(w > 0, 0, -jnp.inf) for w in self._weights)
+        inside = held if self._offsets is None else tuple(map(jnp.subtract, held, self._offsets))
+        s, t = (scaling(log, part, epsilon) for log, part in zip(logs, inside, strict=True))
         mass = moment(self._kernel, 0, self._pairs, s, t, jnp.ones_like(t)[:, :, None]).sum((1, 2))
-        return _dot(a, f) + _dot(b, g) + epsilon * (offset - mass)
+        reaches = (None, None) if self._reach is None else (self._reach[:, :1], self._reach[:, 1:])
+        sides = zip((a, b), held, reaches, strict=True)
+        return sum(_dot(w, _price(part, reach)) for w, part, reach in sides) + epsilon * (offset - mass)
 
     def __repr__(self) -> str:
-        shape = "×".join(map(str, (*self._batch, self._a.shape[-1], self._b.shape[-1])))
+        shape = "×".join(map(str, (*self._batch, *(weight.shape[-1] for weight in self._weights))))
         return f"Solution({shape}, iterations={self.iterations}, error={self.error}, converged={self.converged})"
 
     def _result(self, flat: jax.Array, tail: int | None = None) -> jax.Array:
         """Under the envelope gradient, only the value has a derivative."""
-        flat = _without_gradient(flat, (self._pairs, self._a, self._b)) if self._envelope else flat
-        return self._shaped(flat, tail)
+        inputs = self._pairs, self._weights, self._offsets
+        return self._shaped(_without_gradient(flat, inputs) if self._envelope else flat, tail)
 
     def _shaped(self, flat: jax.Array, tail: int | None = None) -> jax.Array:
         """Give a result its batch axes back. With ``tail`` axes of its own, it may have come out of ``vmap``."""
         at = 0 if tail is None else flat.ndim - tail - 1
         return flat.reshape(*flat.shape[:at], *self._batch, *flat.shape[at + 1 :])
 
+    def _potentials(self) -> tuple[jax.Array, jax.Array]:
+        """f and g of the whole cost, flat."""
+        f, g = self._state.f, self._state.g
+        return (f, g) if self._offsets is None else (f + self._offsets[0], g + self._offsets[1])
+
+    def _reachable(self) -> tuple[jax.Array, jax.Array]:
+        """Weights; with a reach, mass that can go nowhere is given up."""
+        if self._reach is None:
+            return self._weights
+        (a, b), (f, g) = self._weights, self._state[:2]
+        return jnp.where(jnp.isinf(f), 0, a), jnp.where(jnp.isinf(g), 0, b)
+
     def _scalings(self) -> tuple[jax.Array, jax.Array]:
         """log a + f/ε and log b + g/ε, flat."""
-        state, epsilon = self._state, self._pairs.epsilon
-        return scaling(log_weights(self._a), state.f, epsilon), scaling(log_weights(self._b), state.g, epsilon)
+        (a, b), (f, g), epsilon = self._reachable(), self._state[:2], self._pairs.epsilon
+        return scaling(log_weights(a), f, epsilon), scaling(log_weights(b), g, epsilon)
+
+    def _inner_cost(self) -> jax.Array:
+        """⟨P, C⟩ (B,), of the cost without its terms of one side."""
+        s, t = self._scalings()
+        return moment(self._kernel, 1, self._pairs, s, t, jnp.ones_like(t)[:, :, None]).sum((1, 2))
 
     def _marginals(self) -> tuple[jax.Array, jax.Array]:
         s, t = self._scalings()
@@ -145,12 +192,9 @@ class Solution:
         return self._result(out[:, :, 0] if vector else out)
 
     def _matrix(self) -> jax.Array:
-        """The cost as a matrix (B or 1, n, m), without the (n, m, d) array of differences."""
+        """The kernels' cost as a matrix (B or 1, n, m)."""
         pairs = self._pairs
-        if pairs.matrix is not None:
-            return pairs.matrix
-        terms = ((pairs.x[:, :, None, k] - pairs.y[:, None, :, k]) ** 2 for k in range(pairs.x.shape[-1]))
-        return sum(terms, start=jnp.zeros((pairs.x.shape[0], pairs.rows, pairs.columns), pairs.epsilon.dtype))
+        return pairs.matrix if pairs.matrix is not None else pairwise(pairs.x, pairs.y, pairs.metric)
 
 
 def _dot(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -158,8 +202,24 @@ def _dot(first: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.where(first == 0, 0, first * jnp.where(first == 0, 0, second)).sum(-1)
 
 
-def _finite(potential: jax.Array) -> jax.Array:
-    return jnp.where(potential == -jnp.inf, 0, potential)
+def _dots(firsts: Any, seconds: Any) -> jax.Array:
+    return sum(map(_dot, firsts, seconds))
+
+
+def _divergence(marginal: jax.Array, weights: jax.Array) -> jax.Array:
+    """KL(p | a) = Σ p log(p/a) − Σp + Σa, (B,); p is zero where a is."""
+    there = marginal > 0
+    ratio = jnp.where(there, marginal, 1) / jnp.where(there, weights, 1)
+    return (jnp.where(there, marginal * jnp.log(ratio), 0) - marginal + weights).sum(-1)
+
+
+def _price(potential: jax.Array, reach: jax.Array | None) -> jax.Array:
+    """What a unit of weight adds to the dual: f, or ρ (1 − e^(−f/ρ)) where it may be missed."""
+    if reach is None:
+        return potential
+    bound = reach == jnp.inf
+    finite = jnp.where(bound, 1, reach)
+    return jnp.where(bound, potential, -finite * jnp.expm1(-potential / finite))
 
 
 @jax.custom_vjp
@@ -179,7 +239,7 @@ _without_gradient.defvjp(lambda result, inputs: (result, None), _refuse)
 
 
 def _flatten(solution: Solution) -> Any:
-    parts = solution._pairs, solution._a, solution._b, solution._state
+    parts = solution._pairs, solution._weights, solution._offsets, solution._reach, solution._state
     return parts, (solution._kernel, solution._batch, solution._envelope)
 
 

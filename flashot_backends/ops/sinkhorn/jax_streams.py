@@ -1,7 +1,8 @@
 """Differentiable streamed reductions of JAX arrays: softmin, and products with a plan.
 
-A kernel offers `hold(pairs)`, `lse(pairs, h, guess)` and `reduce(pairs, s, t, values, power, left, right)`, see
-`kernels/sinkhorn/jax_blocks.py`; everything is made of those two, and neither is differentiated in reverse.
+A kernel offers `hold(pairs)`, `lse(pairs, h, guess)`, `reduce(pairs, s, t, values, power, left, right)` and, if it has
+metrics whose differences do not expand, `pull(pairs, s, t, left, right, power)`, see `kernels/sinkhorn/jax_blocks.py`;
+everything is made of those, and none is differentiated in reverse.
 """
 
 from __future__ import annotations
@@ -46,21 +47,22 @@ def instantiated(cotangent: Any, like: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0,))
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def softmin(kernel: Any, pairs: Pairs, h: jax.Array) -> jax.Array:
-    """−ε log Σ_j exp(h_j − C_ij/ε), (B, m) to (B, n)."""
-    return minus(pairs.epsilon, kernel.lse(pairs, h))
+def softmin(kernel: Any, pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array:
+    """−ε log Σ_j exp(h_j − C_ij/ε), (B, m) to (B, n); it may be near a guess."""
+    near = None if guess is None else -guess / pairs.epsilon[:, None]
+    return minus(pairs.epsilon, kernel.lse(pairs, h, near))
 
 
-def _softmin_fwd(kernel: Any, pairs: Any, h: Any) -> Any:
-    wants = Wants.of(pairs)
-    pairs, h = values_of((pairs, h))
-    out = minus(pairs.epsilon, kernel.lse(pairs, h))
+def _softmin_fwd(kernel: Any, *arguments: Any) -> Any:
+    wants = Wants.of(arguments[0])
+    pairs, h, guess = values_of(arguments)
+    out = softmin.__wrapped__(kernel, pairs, h, guess)
     return out, (wants, pairs, h, out)
 
 
 def _softmin_bwd(kernel: Any, residual: Any, grad: Any) -> Any:
     wants, pairs, h, out = residual
-    return softmin_gradient(kernel, wants, pairs, h, out, instantiated(grad, out))
+    return *softmin_gradient(kernel, wants, pairs, h, out, instantiated(grad, out)), None
 
 
 softmin.__wrapped__.defvjp(_softmin_fwd, _softmin_bwd, symbolic_zeros=True)
@@ -78,7 +80,7 @@ def softmin_gradient(
     if wants.epsilon is not None:
         moment = kernel.reduce(pairs, s, h, jnp.ones_like(h)[:, :, None], 1)[:, :, 0]
         by_epsilon = ((out - moment) * grad).sum(-1) / pairs.epsilon
-    return _of_pairs(cost, by_epsilon), jnp.where(h == -jnp.inf, 0, minus(pairs.epsilon, columns))
+    return _of_pairs(pairs, cost, by_epsilon), jnp.where(h == -jnp.inf, 0, minus(pairs.epsilon, columns))
 
 
 def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, grad: Any) -> tuple[Any, Any]:
@@ -89,14 +91,19 @@ def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, gr
         return (None, None, summed(weights, pairs.matrix)), weights.sum(1)
     if not needed:
         return nothing, kernel.reduce(pairs.T, h, s, grad[:, :, None])[:, :, 0]
+    if pairs.metric != "sqeuclidean":
+        ones, grad = jnp.ones_like(h)[:, :, None], grad[:, :, None]
+        by_x, by_y = kernel.pull(pairs, s, h, grad, ones), kernel.pull(pairs.T, h, s, ones, grad)
+        columns = kernel.reduce(pairs.T, h, s, grad)[:, :, 0]
+        return (summed(by_x, pairs.x), summed(by_y, pairs.y), None), columns
     columns = kernel.reduce(pairs.T, h, s, grad[:, :, None] * _with_ones(pairs.x))
     rows = kernel.reduce(pairs, s, h, _with_ones(pairs.y)) * grad[:, :, None]
     return (*_pulled(pairs, rows, columns), None), columns[:, :, 0]
 
 
-def _of_pairs(cost: tuple[Any, ...], epsilon: jax.Array) -> Pairs:
+def _of_pairs(pairs: Pairs, cost: tuple[Any, ...], epsilon: jax.Array) -> Pairs:
     """Gradients in the form of what they are of."""
-    return Pairs(cost[0], cost[1], cost[2], epsilon)
+    return Pairs(cost[0], cost[1], cost[2], epsilon, None, pairs.metric)
 
 
 def _with_ones(points: jax.Array) -> jax.Array:
@@ -148,7 +155,7 @@ def _moment_bwd(kernel: Any, power: int, residual: Any, grad: Any) -> Any:
         ones = jnp.ones_like(t)[:, :, None]
         total = kernel.reduce(pairs, s, t, ones, power + 1, grad, values).sum((1, 2))
         by_epsilon = total / pairs.epsilon**2
-    return _of_pairs(cost, by_epsilon), by_s, by_t, by_values
+    return _of_pairs(pairs, cost, by_epsilon), by_s, by_t, by_values
 
 
 moment.__wrapped__.defvjp(_moment_fwd, _moment_bwd, symbolic_zeros=True)
@@ -162,6 +169,8 @@ def _moment_by_cost(kernel: Any, power: int, pairs: Pairs, s: Any, t: Any, left:
         costs = jnp.where(found == 0, 0, pairs.matrix)
         weights = found * product(left, jnp.swapaxes(right, -1, -2)) * (power + factor * costs**power)
         return None, None, summed(weights, pairs.matrix)
+    if pairs.metric != "sqeuclidean":
+        return *_moment_by_points(kernel, power, pairs, s, t, left, right), None
 
     def side(pairs: Pairs, *operands: Any) -> jax.Array:
         s, t, left, right = operands
@@ -170,3 +179,14 @@ def _moment_by_cost(kernel: Any, power: int, pairs: Pairs, s: Any, t: Any, left:
         return total + kernel.reduce(pairs, s, t, ones, 0, left, right) if power else total
 
     return *_pulled(pairs, side(pairs, s, t, left, right), side(pairs.T, t, s, right, left)), None
+
+
+def _moment_by_points(kernel: Any, power: int, pairs: Pairs, s: Any, t: Any, left: Any, right: Any) -> Any:
+    """The same by the points of a metric whose differences do not expand."""
+
+    def side(pairs: Pairs, *operands: Any) -> jax.Array:
+        total = -kernel.pull(pairs, *operands, power) / pairs.epsilon[:, None, None]
+        return total + kernel.pull(pairs, *operands, 0) if power else total
+
+    by_x, by_y = side(pairs, s, t, left, right), side(pairs.T, t, s, right, left)
+    return summed(by_x, pairs.x), summed(by_y, pairs.y)

@@ -73,7 +73,7 @@ def _main_loop(
     duals: Duals, f: Tensor, control: Control, run: Run, ends: Tensor
 ) -> Iterator[tuple[Update, Tensor | None]]:
     """The updates, and with a row update which problems end with it, (B,)."""
-    replay = _Replay(control, run, ends, duals.penalty is not None)
+    replay = _Replay(control, run, ends, duals)
     g, omega = torch.zeros_like(duals.log_b), None
     massless = duals.log_b == -torch.inf
     some_massless = bool(massless.any())
@@ -98,10 +98,10 @@ def _main_loop(
 class _Replay:
     """Which iterations were looked at, and the factors of relaxation that followed."""
 
-    def __init__(self, control: Control, run: Run, ends: Tensor, translated: bool):
-        self.control, self.ends, self.like, self.translated = control, ends, run.errors, translated
+    def __init__(self, control: Control, run: Run, ends: Tensor, duals: Duals):
+        self.control, self.ends, self.like, self.translated = control, ends, run.errors, duals.penalty is not None
         self.seen, self.gaps = ~run.errors.isnan().cpu(), run.gaps.cpu()
-        self.gap = torch.full((len(ends),), control.first_gap, dtype=torch.float64)
+        self.gap = duals.floor().clamp(min=control.first_gap)
         self.previous, self.last = self.gap, torch.zeros(len(ends), dtype=torch.int64)
 
     def look(self, k: int) -> tuple[Tensor, Tensor | None]:
