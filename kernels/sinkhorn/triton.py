@@ -465,7 +465,8 @@ class Strips:
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared
         prepared, rows, columns = op.prepared, op.prepared.rows, op.prepared.columns
-        chosen = self.SHAPES if columns.length <= self.LONG else self.LONG_SHAPES
+        long = columns.length > self.LONG and prepared.width <= 4
+        chosen = self.LONG_SHAPES if long else self.SHAPES
         self.rows, self.warps, resident, self.registers = chosen[prepared.kind]
         while columns.length <= 128 * self.warps * 2 and self.warps > 4:
             self.warps, resident = self.warps // 2, 2 * resident

@@ -748,8 +748,9 @@ def strip(
     bias += b * pad_k
     slope = tl.load(slopes + b)
     cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-    slack, missed = tl.load(penalty + 8 * b + SLACK), tl.load(penalty + 8 * b + MISSED)
+    missed = tl.load(penalty + 8 * b + MISSED)
     factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 0, missed)
+    adjusted = (factor != 1.0) | (missed > 0)
     step = stride * ALIGN
     across = tl.arange(0, WIDE)[None, None, :]
     cols = tl.arange(0, FIRST)[None, :, None] * WIDE + across
@@ -798,9 +799,8 @@ def strip(
             sound = (total > TINY) & (total < HUGE) | (inside == 0)
             attempt += 1 + tl.min(sound.to(tl.int32), 0)
         after = stabiliser - log_2(total)
-        if slack > 0.0:
-            after = damped(after, 0.0, slack)
-        if factor != 1.0:
+        if adjusted:
+            after = damped(after, 0.0, tl.load(penalty + 8 * b + SLACK))
             after = relaxed(before, after, factor, weight)
         giving = (total > 0) & (weight > float("-inf"))
         mass = tl.where(giving, tl.exp2(weight + after - stabiliser), 0.0)
