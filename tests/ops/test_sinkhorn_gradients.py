@@ -89,7 +89,8 @@ def test_narrow_inputs(kind, dtype):
     wanted = torch.autograd.grad(1000 * right.P.square().sum(), real)
     # Eight roundings of the largest exponent C/ε: P² takes it twice, and twenty coordinates add up to a large one.
     largest = float((Plain(tensors, a, b, epsilon, None, 1).M / epsilon).detach().max())
-    digits = {torch.float32: max(2e-5, 8 * torch.finfo(dtype).eps * largest), torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    single = max(2e-5, 8 * torch.finfo(torch.float32).eps * largest)
+    digits = {torch.float32: single, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for part, ours, exact in zip(parts, found, wanted, strict=True):
         assert ours.dtype == part.dtype
         assert (ours.double() - exact).norm() <= digits * exact.norm()
