@@ -21,9 +21,14 @@ EVERYTHING = (0, 1, 2, 3, 4)
 
 
 @pytest.fixture(autouse=True)
-def _float64():
-    with cases.float64(quick=False):
+def _float64(request):
+    with cases.float64(quick="optimised" not in request.fixturenames):
         yield
+
+
+@pytest.fixture
+def optimised():
+    """For gradients through relaxed or translated iterations; see `sinkhorn_jax_cases.float64`."""
 
 
 def problem(epsilon=0.1, rho=(2.0, 0.7)):
@@ -71,7 +76,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rho", "acceleration", "metric"), CASES, ids=str)
-def test_gradients_are_those_of_the_iterations_run(rho, acceleration, metric):
+def test_gradients_are_those_of_the_iterations_run(rho, acceleration, metric, optimised):
     """Against torch's own unrolled gradients, which a replay of dense iterations confirms."""
     given = problem(rho=rho)
     options = {"reach": rho, "tolerance": 0, "max_iterations": 43, "acceleration": acceleration}
@@ -95,7 +100,7 @@ def test_gradients_are_those_of_the_iterations_run(rho, acceleration, metric):
         close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
-def test_gradients_of_few_iterations_by_finite_differences():
+def test_gradients_of_few_iterations_by_finite_differences(optimised):
     """Nothing has converged: an error in one half step shows. Before the second look, factors are constants."""
     x, y, a, b, epsilon = problem(0.3)
     directions = [cases.normal(*part.shape, seed=7) * 0.1 for part in (x, y, a, b, epsilon)]
@@ -110,7 +115,7 @@ def test_gradients_of_few_iterations_by_finite_differences():
     close(jax.jit(jax.grad(loss))(0.0), (loss(1e-5) - loss(-1e-5)) / 2e-5, rtol=1e-7)
 
 
-def test_three_ways_to_differentiate_agree():
+def test_three_ways_to_differentiate_agree(optimised):
     """Through relaxed iterations and translations, through the fixed point, through the dual's optimum, and around."""
     rho = (2.0, INF)
     given = problem(0.4, rho)
@@ -131,7 +136,7 @@ def test_three_ways_to_differentiate_agree():
         close((gradient * way).sum(), (moved[0] - moved[1]) / 2e-5, rtol=1e-6)
 
 
-def test_implicit_gradients_of_potentials():
+def test_implicit_gradients_of_potentials(optimised):
     """Free sides determine f and g; a problem of the batch is balanced, and a row has no mass."""
     x, y, a, b, epsilon = problem(0.4, (INF, INF))
     a = a.at[0].set(0) / (1 - a[0])
@@ -184,10 +189,10 @@ def test_converges_as_fast_as_with_binding_marginals(reach):
     assert bool(free.converged) and int(free.iterations) <= int(binding.iterations) + 20
 
 
-def test_what_may_go_nowhere_is_given_up():
+def test_what_may_go_nowhere_is_given_up(optimised):
     M = abs(cases.normal(5, 6)).at[1].set(INF).at[:, 2].set(INF)
     a, b, rows, columns = cases.weights(5), cases.weights(6, seed=1), np.array([0, 2, 3, 4]), np.array([0, 1, 3, 4, 5])
-    options = {"epsilon": 0.3, "reach": (2.0, 1.5), "tolerance": 1e-10, "max_iterations": 3000}
+    options = {"epsilon": 0.3, "reach": (2.0, 1.5), "tolerance": 1e-10, "max_iterations": 3000, "acceleration": None}
     solution = solve(DenseCost(M), a, b, **options)
     real = solve(DenseCost(M[rows][:, columns]), a[rows], b[columns], **options)
     assert bool(solution.converged)
@@ -218,7 +223,7 @@ def test_narrow_dtypes(dtype):
     close(solution.plan(), wanted.plan(), rtol=1e-4, atol=1e-6)
 
 
-def test_transformations():
+def test_transformations(optimised):
     """vmap over reaches equals the batch; jit and grad go around it."""
     x, y, a, b, epsilon = problem()
     reach = jnp.asarray([0.5, 20.0])
@@ -230,7 +235,7 @@ def test_transformations():
         values = jax.vmap(value, (None, 0))(x, reach)
         return values.sum(), values
 
-    together, by_x = jax.value_and_grad(lambda x: value(x, reach).sum())(x)
+    together, by_x = jax.jit(jax.value_and_grad(lambda x: value(x, reach).sum()))(x)
     (total, values), found = jax.jit(jax.value_and_grad(mapped, (0, 1), has_aux=True))(x, reach)
     close(total, together)
     close(found[0], by_x, rtol=1e-8)

@@ -82,7 +82,8 @@ def solve(  # type: ignore[misc]
     init : (f, g), optional
         Potentials to start from, (..., n) and (..., m). The first update makes g from f.
     gradient : "unrolled", "envelope" or "implicit"
-        "unrolled": the derivative of the iterations that were run, in memory that grows by n + m numbers an iteration.
+        "unrolled": the derivative of the iterations that were run, in memory that grows by n + m numbers an iteration
+        (twice that where updates are relaxed, or a side has a reach).
         The others are derivatives of the fixed point, whatever led there, in memory that does not grow, and are as
         right as the solution has converged. "implicit": of every result, by conjugate gradients on streamed products;
         second derivatives too. Only f_i + g_j is determined by the problem: f and g alone are differentiated as if
