@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import re
@@ -44,6 +45,23 @@ def is_flash(method: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
+def by_method(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """The host's function, but ``answer(arguments, options)`` where the method is "flash"; lazy costs M ask for it."""
+    signature = inspect.signature(original)
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if is_flash(given["method"]):
+            return answer(given, given.pop("kwargs", {}))
+        if is_lazy(given["M"]):
+            raise ValueError(f"M is a lazy cost and method is {given['method']!r}; accepted with it is method='flash'")
+        return original(*args, **kwargs)
+
+    return routed
+
+
 def say_once(sentence: str) -> None:
     """Tell the log."""
     log.info(sentence)

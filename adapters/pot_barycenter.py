@@ -6,13 +6,13 @@ The iterates, errors and stopping rule of the host's "sinkhorn_log". M may be a 
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from flashot_backends.adapters.pot_arrays import (
     NOT_CONVERGED,
+    by_method,
     check_control,
     check_kinds,
     cost_of,
@@ -20,7 +20,6 @@ from flashot_backends.adapters.pot_arrays import (
     filled,
     floating,
     in_dtype,
-    is_flash,
     is_lazy,
     regularisation,
     utils,
@@ -39,23 +38,8 @@ def adapt(module: Any, host: Any) -> None:
     """Add the method "flash" to the functions of POT that this leaf module defines."""
     for name in ("barycenter", "barycenter_debiased"):
         if defines(module, name):
-            host.wrap(module, name, functools.partial(_routed, debias=name != "barycenter"), PARAMETERS)
-
-
-def _routed(original: Callable[..., Any], debias: bool) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        if is_flash(given["method"]):
-            return _answer(given, given.pop("kwargs", {}), debias)
-        if is_lazy(given["M"]):
-            raise ValueError(f"M is a lazy cost and method is {given['method']!r}; accepted with it is method='flash'")
-        return original(*args, **kwargs)
-
-    return routed
+            answer = functools.partial(_answer, debias=name != "barycenter")
+            host.wrap(module, name, functools.partial(by_method, answer=answer), PARAMETERS)
 
 
 def _answer(given: dict[str, Any], options: dict[str, Any], debias: bool) -> Any:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flashot_backends.adapters.pot_arrays import (
     Problem,
+    by_method,
     check_control,
     check_kinds,
     defines,
     floating,
     in_dtype,
-    is_flash,
     is_lazy,
     lazy_plan,
     logarithm,
@@ -49,23 +47,8 @@ def adapt(module: Any, host: Any) -> None:
     """Add the method "flash" to the functions of POT that this leaf module defines."""
     for name in ("sinkhorn_unbalanced", "sinkhorn_unbalanced2"):
         if defines(module, name):
-            host.wrap(module, name, functools.partial(_routed, wants_plan=name[-1] != "2"), PARAMETERS)
-
-
-def _routed(original: Callable[..., Any], wants_plan: bool) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        if is_flash(given["method"]):
-            return _answer(given, given.pop("kwargs", {}), wants_plan)
-        if is_lazy(given["M"]):
-            raise ValueError(f"M is a lazy cost and method is {given['method']!r}; accepted with it is method='flash'")
-        return original(*args, **kwargs)
-
-    return routed
+            answer = functools.partial(_answer, wants_plan=name[-1] != "2")
+            host.wrap(module, name, functools.partial(by_method, answer=answer), PARAMETERS)
 
 
 def _answer(given: dict[str, Any], options: dict[str, Any], wants_plan: bool) -> Any:

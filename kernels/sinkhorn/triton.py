@@ -545,8 +545,8 @@ def fitting_tile(op: Fused, max_iterations: int) -> Tile | None:
         count, slots = op.batch * math.prod(along), processors(op.device) * tile.resident
         if tile is not TILES[-1]:
             slots //= 8 if tile is TILES[0] else 2
-        if max(along) <= MOST_TILES and count <= slots and 3 * math.prod(along) * max_iterations < 1 << 31:
-            return tile  # programs count their meetings in 32 bits
+        if max(along) <= MOST_TILES and count <= slots and 2 * max_iterations < 1 << 31:
+            return tile  # rounds are counted in 32 bits, two an iteration
     return None
 
 

@@ -460,8 +460,8 @@ def new_outputs(batch: int, n: int, m: int, looks: int, device: torch.device) ->
 def _zeros(device: torch.device, batch: int) -> tuple[Tensor, ...]:
     """What a loop counts and notes, in one allocation, and that as a whole first.
 
-    Values seen (float64); done and iterations (int32); per problem the gap and the last error (float32), and
-    the cycle and the last look (int32).
+    Values seen (float64); done and iterations (int32); per problem the gap and the last error (float32), the cycle and
+    the last look (int32), and what is told of marginals that may be missed (float32): nothing, where they are binding.
     """
     sizes = (2 * (4 + 3 * batch), batch, batch, 2 * batch, 2 * batch, 8 * batch)
     whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flashot_backends.adapters.pot import lazy_cost
+from tests.memory import PEAK, linux
 
 pytestmark = pytest.mark.usefixtures("lazy_tensors")
 
@@ -120,27 +121,24 @@ def test_a_foreign_lazy_tensor_is_refused(pot, problem):
         pot.sinkhorn(problem.a, problem.b, lazy, problem.reg, method="flash")
 
 
-MEMORY = """
-import resource
+MEMORY = PEAK + """
 import numpy as np
 import flashot_backends
 flashot_backends.enable()
 import ot
 from flashot_backends.adapters.pot import lazy_cost
 
-def megabytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
 points = np.random.default_rng(0).random((12_000, 2))
 ot.sinkhorn2([], [], lazy_cost(points[:500], points[:500]), 1.0, method="flash", numItermax=1)
-before = megabytes()
+before = peak()
 plan = ot.sinkhorn([], [], lazy_cost(points, points), 1.0, method="flash", numItermax=1, warn=False)
 loss = ot.sinkhorn2([], [], lazy_cost(points, points), 1.0, method="flash", numItermax=1)
 assert plan.shape == (12_000, 12_000) and plan[5:7, :3].shape == (2, 3)
-print(megabytes() - before)
+print(peak() - before)
 """
 
 
+@linux
 def test_memory_is_linear_in_the_points(pot):
     """The matrix alone would take 1 152 MB."""
     out = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False)

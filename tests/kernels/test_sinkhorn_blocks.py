@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from flashot_backends.kernels.sinkhorn import blocks, reference  # noqa: E402
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 from flashot_backends.ops.sinkhorn import PointCloud, softmin, solve  # noqa: E402
+from tests.memory import PEAK, linux  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, close, make, normal, sinkhorn, weights  # noqa: E402
 
 KINDS = ["matrix", "points1", "points20"]
@@ -158,8 +159,8 @@ def test_points_far_from_the_origin_and_from_each_other():
     close(softmin(PointCloud(x.double(), y.double()), h.double(), 1.0, backend="torch"), wanted, rtol=0, atol=1e-8)
 
 
-MEMORY = """
-import resource, sys, torch
+MEMORY = PEAK + """
+import sys, torch
 from flashot_backends.ops.sinkhorn import PointCloud, DenseCost, solve
 torch.set_num_threads(1)
 n = int(sys.argv[1])
@@ -169,13 +170,13 @@ def run(x, y):
     solution = solve(PointCloud(x, y), epsilon=1.0, tolerance=0, max_iterations=2, backend="torch")
     (solution.value() + solution.linear_cost() + solution.apply(y).sum()).backward()
 run(x[:50], y[:50])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 run(x, y)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory as Linux counts it")
+@linux
 def test_memory_is_linear():
     """6 000 points a side, values and gradients: their matrix alone takes 137 MB."""
     done = subprocess.run([sys.executable, "-c", MEMORY, "6000"], capture_output=True, text=True, check=False)

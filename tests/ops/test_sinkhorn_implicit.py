@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve  # noqa: E402
+from tests.memory import PEAK, linux  # noqa: E402
 
 from .sinkhorn_cases import INF, close, make, normal, weights  # noqa: E402
 from .test_sinkhorn_gradients import KINDS, OUTPUTS, Plain, arguments  # noqa: E402
@@ -383,8 +384,8 @@ def test_bad_arguments(arguments, kind, message):
         solve(DenseCost(normal(3, 4).abs()), epsilon=1.0, **arguments)
 
 
-MEMORY = """
-import resource, sys, torch
+MEMORY = PEAK + """
+import sys, torch
 from flashot_backends.ops.sinkhorn import PointCloud, solve
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
@@ -393,13 +394,13 @@ def run(iterations):
     solution = solve(PointCloud(x, y), epsilon=1.0, tolerance=0, max_iterations=iterations, gradient=sys.argv[1])
     (solution.value() + (solution.linear_cost() if sys.argv[1] != "envelope" else 0)).backward()
 run(10)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 run(1000)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory as Linux counts it")
+@linux
 @pytest.mark.parametrize("gradient", ["implicit", "envelope"])
 def test_memory_does_not_grow_with_iterations(gradient):
     """1 000 iterations take the memory of 10, forward and backward: their potentials alone take 32 MB."""

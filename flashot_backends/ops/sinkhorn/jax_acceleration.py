@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FIRST_FACTOR = 1e6
-LEAST_FACTOR = 2.0
-LONGEST_CYCLE = 32
-ENOUGH_FACTOR = 10.0
-GROWTH = 1.4
-WIDEST_GAP = 1 - 1e-6
-LARGEST_EXPONENT = 60.0
+from .pacing import (
+    ENOUGH_FACTOR,
+    FIRST_FACTOR,
+    GROWTH,
+    LARGEST_EXPONENT,
+    LEAST_FACTOR,
+    LONGEST_CYCLE,
+    WIDEST_GAP,
+)
 
 
 class Pace(NamedTuple):

@@ -25,6 +25,7 @@ from .solver import State
 from .streamed import plain
 
 MOST = 64  # layouts that are remembered
+PLAIN = {int, float, str, type(None)}  # options of other types are looked at in full every time
 
 
 class Plan(NamedTuple):
@@ -42,7 +43,7 @@ _plans: dict[Any, Plan] = {}
 
 
 def layout(cost: Any, a: Any, b: Any, epsilon: Any, options: tuple[Any, ...]) -> Any:
-    """All that a plan follows from, or None where a call is not to be repeated. ``options[6]`` names kernels.
+    """All that a plan follows from, or None where a call is not to be repeated.
 
     Repeated are solves on a card, of torch tensors that ask for no gradient and for nothing unusual.
     """
@@ -57,7 +58,7 @@ def layout(cost: Any, a: Any, b: Any, epsilon: Any, options: tuple[Any, ...]) ->
     first = given[0]
     if type(first) is not Tensor or not first.is_cuda or type(epsilon) not in (float, int):
         return None
-    if type(options[6]) not in (str, type(None)):
+    if not PLAIN.issuperset(map(type, options)):  # lists cannot be looked up, and True is not the number 1
         return None
     if not 0 < epsilon < math.inf or not plain(()) or torch.cuda.is_current_stream_capturing():
         return None
