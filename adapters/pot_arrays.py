@@ -44,7 +44,6 @@ def is_flash(method: Any) -> bool:
     return str(method).lower() == "flash"
 
 
-@functools.lru_cache(maxsize=256)
 def by_method(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     """The host's function, but ``answer(arguments, options)`` where the method is "flash"; lazy costs M ask for it."""
     signature = inspect.signature(original)
@@ -62,8 +61,9 @@ def by_method(original: Callable[..., Any], answer: Callable[..., Any]) -> Calla
     return routed
 
 
+@functools.lru_cache(maxsize=256)
 def say_once(sentence: str) -> None:
-    """Tell the log."""
+    """Tell the log, the first time."""
     log.info(sentence)
 
 
