@@ -60,9 +60,9 @@ def _rebind_defaults(original: Any, wrapper: Any) -> None:
     """Losses bind a score function as a default argument; give those that are loaded the wrapper."""
     if original is None or wrapper is original:
         return
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.startswith("pylate.losses."):
-            for item in list(vars(module).values()):
+            for item in vars(module).copy().values():
                 start: Any = vars(item).get("__init__") if isinstance(item, type) else None
                 defaults = getattr(start, "__defaults__", None) or ()
                 if any(value is original for value in defaults):

@@ -288,7 +288,7 @@ def _trampoline(host: Host, original: Any, replacement: Callable[..., Any]) -> C
 def _sweep(replaced: list[tuple[Any, Any]], spec: AdapterSpec, package: str = "") -> None:
     """Rebind the module-level names, in ``package`` or everywhere, that still hold an original."""
     by_id = {id(original): (original, trampoline) for original, trampoline in replaced}
-    for name, module in list(sys.modules.items()) if by_id else ():
+    for name, module in sys.modules.copy().items() if by_id else ():  # a copy in one step: other threads import
         inside = not package or name.partition(".")[0] == package
         if inside and isinstance(module, ModuleType) and not _adapts(name, spec):
             _rebind(object.__getattribute__(module, "__dict__"), by_id)  # a lazy module must not wake up
@@ -300,7 +300,7 @@ def _adapts(module: str, spec: AdapterSpec) -> bool:
 
 
 def _rebind(namespace: dict[str, Any], by_id: dict[int, tuple[Any, Any]]) -> None:
-    for name, value in list(namespace.items()):
+    for name, value in namespace.copy().items():
         pair = by_id.get(id(value))
         if pair is not None and value is pair[0]:
             namespace[name] = pair[1]
