@@ -94,10 +94,32 @@ def relaxation(gap, cycle, last, iteration, most, column, translated):
     next_one = is_look(iteration + 1, cycle, tl.where(look, iteration, last), most)
     gap = tl.where((column == 1) & (translated > 0) & next_one, 1.0, gap)
     steps = 2 * (iteration - tl.where(look, iteration, last)) + column
+    return chebyshev(gap, steps)
+
+
+@triton.jit
+def chebyshev(gap, steps):
+    """ω of the half step that comes so many after a plain one: ``omega`` of ``acceleration.py``."""
     q = (1.0 - gap) / (1.0 + gap)
     power = tl.exp2(steps * tl.log2(tl.maximum(q, 1e-30)))
     factor = (1.0 + q) * (1.0 + power) / (1.0 + power * q)
     return tl.where((steps == 0) | (gap >= 1.0), 1.0, factor)
+
+
+@triton.jit
+def factor_of(gaps, cycles, penalty, b, iteration, most, column, STEADY: tl.constexpr):
+    """The factor of one half step of a problem: as its looks ask for, or STEADY as in a stage of annealing.
+
+    A stage begins with a plain column update and ends with a plain row update; nothing is looked at.
+    """
+    if STEADY:
+        steps = 2 * iteration - 1 + column
+        factor = chebyshev(tl.load(gaps + 2 * b), tl.where(steps >= 2 * most - 1, 0, steps))
+    else:
+        cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
+        missed = tl.load(penalty + 8 * b + MISSED)
+        factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, column, missed)
+    return factor
 
 
 @triton.jit
@@ -134,12 +156,16 @@ def next_gap(gap, cycle, before, error, iteration, check_every, floor):
     slower = 0.5 * (tl.exp(slower) - tl.exp(-slower))
     slower = tl.sqrt(tl.maximum(gap * gap - (1.0 - gap * gap) * slower * slower, 0.0))
     following = tl.where(bound > 0.0, slower, tl.minimum(1.0 - 1e-6, 1.4 * gap))
-    longer = (following < least_gap(cycle)) & (2 * cycle <= tl.minimum(tl.maximum(check_every, 32), iteration // 2))
+    slow: tl.constexpr = 1.3169578969248166  # acosh 2
+    longest = tl.minimum(tl.maximum(check_every, 32), iteration // 2)
+    longer = (following < cycle_gap(slow, cycle)) & (2 * cycle <= longest)
     enough = log_cosh(0.5 * twice * inverse_tangent(tl.minimum(following, 1.0 - 1e-6))) > 2.302585092994046  # log 10
     shorter = (cycle > check_every) & enough
     other = tl.where(longer, 2 * cycle, tl.where(shorter, cycle // 2, cycle))
     known = before > 0.0
-    following = tl.maximum(tl.maximum(following, least_gap(other)), floor)
+    anew = cycle_gap(14.508657738523969, other)  # acosh 1e6
+    following = tl.where((error >= before) & (gap < anew), anew, following)
+    following = tl.maximum(tl.maximum(following, cycle_gap(slow, other)), floor)
     return tl.where(known, following, gap), tl.where(known, other, cycle)
 
 
@@ -156,9 +182,9 @@ def inverse_tangent(x):
 
 
 @triton.jit
-def least_gap(cycle):
-    """tanh(acosh(2)/(2N))."""
-    e = tl.exp(-1.3169578969248166 / cycle.to(tl.float32))
+def cycle_gap(exponent, cycle):
+    """tanh(acosh(factor)/(2N)), the gap at which a cycle divides errors by a factor, given its acosh."""
+    e = tl.exp(-exponent / cycle.to(tl.float32))
     return (1.0 - e) / (1.0 + e)
 
 
@@ -388,6 +414,68 @@ def finish(
                 tl.store(scratch + four, tl.zeros([4], tl.int32))
 
 
+@kernel
+def lack(
+    offset, epsilon, norm, out, programs: tl.int32, count: tl.int32, batch_offset: tl.int64, stride_offset: tl.int64,
+    stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """What potentials in base 2 lack of those that count where a marginal may be missed: the norm, and the offset."""
+    b, block = place(programs)
+    which = block * BLOCK + tl.arange(0, BLOCK)
+    at = b * programs * BLOCK + which
+    unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+    value = tl.load(offset + b * batch_offset + which.to(tl.int64) * stride_offset, mask=which < count, other=0.0)
+    value = value / unit
+    if NORMS:
+        value += tl.load(norm + at)
+    tl.store(out + at, value)
+
+
+@kernel
+def enter(
+    a, b_weight, f, epsilon, norm_q, u, log_a, log_b, row_bias, gaps, penalty, gap: tl.float32, programs: tl.int32,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64,
+    stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A stage of annealing begins: potentials f (B, n) in base 2 under its ε, their biases, and the gap it relaxes by.
+    """
+    b, block = place(programs)
+    if block == 0:
+        tl.store(gaps + 2 * b, tl.maximum(gap, tl.load(penalty + 8 * b + FLOOR)))
+    if block < blocks_q:
+        rows = block * BLOCK + tl.arange(0, BLOCK)
+        weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
+        unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+        value = tl.load(f + b * n + rows, mask=rows < n, other=0.0) / unit
+        at = b * blocks_q * PAD + rows
+        if NORMS:
+            value -= tl.load(norm_q + at)
+        log_weight = tl.log2(weight)
+        tl.store(u + at, value)
+        tl.store(log_a + at, log_weight)
+        tl.store(row_bias + at, tl.where((weight > 0) & (value < float("inf")), value + log_weight, float("-inf")))
+    else:
+        cols = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
+        weight = tl.load(b_weight + b * batch_b + cols, mask=cols < m, other=0.0)
+        tl.store(log_b + b * blocks_k * PAD + cols, tl.log2(weight))
+
+
+@kernel
+def leave(
+    u, norm_q, epsilon, f, programs: tl.int32, n: tl.int32, stride_epsilon: tl.int64, NORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A stage of annealing ends: its row potentials in the unit of the cost, f (B, n)."""
+    b, block = place(programs)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+    at = b * programs * BLOCK + rows
+    value = tl.load(u + at, mask=rows < n)
+    if NORMS:
+        value += tl.load(norm_q + at)
+    tl.store(f + b * n + rows, value * unit, mask=rows < n)
+
+
 @triton.jit
 def dot_tile(q1, q2, k1, k2, rows, cols, width, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, STAGES: tl.constexpr):
     """x'·y' of a tile, some coordinates at a time."""
@@ -608,7 +696,7 @@ def update(
     m: tl.int32, splits: tl.int32, tiles_each: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, chunks: tl.int32,
     batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FIRST: tl.constexpr,
+    STAGES: tl.constexpr, FIRST: tl.constexpr, STEADY: tl.constexpr, LACKING: tl.constexpr,
 ):
     """One update of every row potential, the columns split over programs; the last program of a block of rows
     merges."""
@@ -663,12 +751,10 @@ def update(
     weight = tl.load(log_weight + at)
     if not FIRST:
         tl.store(ratio_out + at, tl.exp2(u - after), mask=rows < n)
-    norm = tl.load(norm_q + at) if KIND == DOT else 0.0
+    norm = tl.load(norm_q + at) if LACKING else 0.0
     after = damped(after, norm, tl.load(penalty + 8 * b + SLACK + column))
     if not FIRST:
-        cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-        missed = tl.load(penalty + 8 * b + MISSED)
-        factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, column, missed)
+        factor = factor_of(gaps, cycles, penalty, b, iteration, most, column, STEADY)
         after = relaxed(u, after, factor, weight)
     tl.store(u_out + at, after, mask=rows < n)
     tl.store(bias_out + at, tl.where(weight == float("-inf"), weight, after + weight), mask=rows < n)
@@ -720,10 +806,11 @@ def strip_scores(
 
 @kernel
 def strip(
-    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, penalty, iteration: tl.int32,
-    most: tl.int32, programs: tl.int32, each: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32,
-    blocks_k: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDE: tl.constexpr,
+    q1, k1, bias, u, log_weight, u_out, bias_out, parts, done, slopes, gaps, cycles, penalty, lack_q,
+    iteration: tl.int32, most: tl.int32, programs: tl.int32, each: tl.int32, n: tl.int32, m: tl.int32,
+    blocks_q: tl.int32, blocks_k: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, WIDE: tl.constexpr,
+    STEADY: tl.constexpr, LACKING: tl.constexpr,
 ):  # of a matrix, batch, stride and m are counted in ALIGN
     """Row updates, and of the column updates that follow from them each program's share: one exponential for both.
 
@@ -747,10 +834,8 @@ def strip(
     log_weight += b * pad_q
     bias += b * pad_k
     slope = tl.load(slopes + b)
-    cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-    missed = tl.load(penalty + 8 * b + MISSED)
-    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 0, missed)
-    adjusted = (factor != 1.0) | (missed > 0)
+    factor = factor_of(gaps, cycles, penalty, b, iteration, most, 0, STEADY)
+    adjusted = (factor != 1.0) | (tl.load(penalty + 8 * b + MISSED) > 0)
     step = stride * ALIGN
     across = tl.arange(0, WIDE)[None, None, :]
     cols = tl.arange(0, FIRST)[None, :, None] * WIDE + across
@@ -800,7 +885,8 @@ def strip(
             attempt += 1 + tl.min(sound.to(tl.int32), 0)
         after = stabiliser - log_2(total)
         if adjusted:
-            after = damped(after, 0.0, tl.load(penalty + 8 * b + SLACK))
+            lack = tl.load(lack_q + b * pad_q + rows) if LACKING else 0.0
+            after = damped(after, lack, tl.load(penalty + 8 * b + SLACK))
             after = relaxed(before, after, factor, weight)
         giving = (total > 0) & (weight > float("-inf"))
         mass = tl.where(giving, tl.exp2(weight + after - stabiliser), 0.0)
@@ -823,11 +909,11 @@ def strip(
 
 @kernel
 def gather(
-    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles, penalty,
-    iteration: tl.int32,
-    most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32, blocks_k: tl.int32,
-    blocks_q: tl.int32, check_every: tl.int32, batch: tl.int64, stride: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q1, k1, parts, bias, v_in, log_weight, v_out, bias_out, ratio_out, done, slopes, gaps, cycles, penalty, lack_k,
+    iteration: tl.int32, most: tl.int32, programs: tl.int32, m: tl.int32, n: tl.int32, shares: tl.int32,
+    blocks_k: tl.int32, blocks_q: tl.int32, check_every: tl.int32, batch: tl.int64, stride: tl.int64,
+    KIND: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEADY: tl.constexpr, LACKING: tl.constexpr,
 ):
     """The column updates, from what ``strip`` left: v'_j = v_j + log₂ b_j − log₂ Σ shares.
 
@@ -843,9 +929,7 @@ def gather(
     at = b * blocks_k * PAD + cols
     weight = tl.load(log_weight + at)
     before = tl.load(v_in + at, mask=cols < m, other=0.0)
-    cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
-    missed = tl.load(penalty + 8 * b + MISSED)
-    factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, 1, missed)
+    factor = factor_of(gaps, cycles, penalty, b, iteration, most, 1, STEADY)
     total = tl.zeros([BLOCK_M], tl.float32)
     parts += b * shares * blocks_k * PAD
     for first in range(0, shares, BLOCK_N):
@@ -868,7 +952,8 @@ def gather(
         )
         after = -(top + tl.log2(again))
     tl.store(ratio_out + at, tl.exp2(before - after), mask=cols < m)
-    after = damped(after, 0.0, tl.load(penalty + 8 * b + SLACK + 1))
+    lack = tl.load(lack_k + at) if LACKING else 0.0
+    after = damped(after, lack, tl.load(penalty + 8 * b + SLACK + 1))
     after = relaxed(before, after, factor, weight)
     tl.store(v_out + at, after, mask=cols < m)
     tl.store(bias_out + at, tl.where(massive, after + weight, weight), mask=cols < m)

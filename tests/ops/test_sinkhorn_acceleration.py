@@ -295,3 +295,14 @@ def test_three_times_fewer_on_the_hard_half(name):
     assert fast.converged
     most = 3 * int(fast.iterations) - 1
     assert not solve(cost, problem.a, problem.b, acceleration=None, max_iterations=most, **options).converged
+
+
+@both
+@pytest.mark.parametrize(("name", "tolerance"), [("small epsilon", 1e-5), ("clusters", 3e-6)])
+def test_rounding_does_not_keep_float32_from_a_tolerance_that_plain_iterations_reach(backend, name, tolerance):
+    problem = shapes.make_problem(name, 150, torch.float32)
+    solution = solve(
+        PointCloud(problem.x, problem.y), problem.a, problem.b, epsilon=problem.epsilon, tolerance=tolerance,
+        max_iterations=600, backend=backend,
+    )  # fmt: skip
+    assert solution.converged and solution.error < tolerance

@@ -75,14 +75,17 @@ def learn(pace: Pace, error: Tensor, iteration: int, check_every: int, floor: Te
 
     In a cycle of N iterations at λ = 1 − gap², an error of an eigenvalue up to λ is divided by T_2N(1/√λ) = cosh(2Nθ)
     with tanh θ = gap. If the error was divided by less, say by cosh(2Nθ)/z, then there is a larger eigenvalue: the one
-    with T_2N(√(λ'/λ)) = z.
+    with T_2N(√(λ'/λ)) = z. An error that did not fall at all is mostly rounding, which over-relaxation multiplies; a cycle
+    with the first gap, much nearer to plain updates, leaves little of it.
     """
     divided = torch.where(error < pace.error, error / pace.error, 1.0)
     z = divided * _factor(pace.gap, 2 * pace.cycle)
     slower = (1 - pace.gap**2) * torch.cosh(torch.acosh(z.clamp(min=1)) / (2 * pace.cycle)) ** 2
     gap = torch.where(z > 1, (1 - slower).clamp(min=0).sqrt(), (GROWTH * pace.gap).clamp(max=WIDEST_GAP))
     cycle = _next_cycle(pace.cycle, gap, iteration, check_every)
-    gap = torch.maximum(torch.maximum(gap, _gap(LEAST_FACTOR, cycle)), floor)
+    anew = _gap(FIRST_FACTOR, cycle)
+    stalled = (error >= pace.error) & (pace.gap < anew)
+    gap = torch.maximum(torch.where(stalled, anew, gap), torch.maximum(_gap(LEAST_FACTOR, cycle), floor))
     first = pace.error == math.inf
     gap, cycle = torch.where(first, pace.gap, gap), torch.where(first, pace.cycle, cycle)
     return Pace(gap, pace.gap, cycle, torch.full_like(pace.last, iteration), error)

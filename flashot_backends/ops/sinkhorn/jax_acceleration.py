@@ -49,7 +49,9 @@ def learn(pace: Pace, error: jax.Array, iteration: jax.Array, check_every: int, 
     square = pace.gap**2 - (1 - pace.gap**2) * slower  # 1 − λ', without a difference of numbers near 1
     gap = jnp.where(z > 1, jnp.sqrt(jnp.maximum(square, 0)), jnp.minimum(GROWTH * pace.gap, WIDEST_GAP))
     cycle = _next_cycle(pace.cycle, gap, iteration, check_every)
-    gap = jnp.maximum(jnp.maximum(gap, _gap(LEAST_FACTOR, cycle, gap.dtype)), floor)
+    anew = _gap(FIRST_FACTOR, cycle, gap.dtype)
+    stalled = (error >= pace.error) & (pace.gap < anew)
+    gap = jnp.maximum(jnp.where(stalled, anew, gap), jnp.maximum(_gap(LEAST_FACTOR, cycle, gap.dtype), floor))
     first = pace.error == jnp.inf
     gap, cycle = jnp.where(first, pace.gap, gap), jnp.where(first, pace.cycle, cycle)
     return Pace(gap, pace.gap, cycle, jnp.broadcast_to(iteration, cycle.shape), error)
