@@ -26,16 +26,14 @@ from .pacing import (
     ENOUGH_FACTOR,
     FIRST_FACTOR,
     GROWTH,
-    LARGEST_EXPONENT,
     LEAST_FACTOR,
     LONGEST_CYCLE,
+    MOST_STAGES,
+    STAGE_FACTOR,
+    STAGE_ITERATIONS,
     WIDEST_GAP,
 )
 
-# Annealing: ε falls by this factor from stage to stage, and stays for this many iterations.
-STAGE_FACTOR = 4.0
-STAGE_ITERATIONS = 10
-MOST_STAGES = 20
 STRIP = 1 << 20  # elements of a matrix looked at together
 
 
@@ -75,13 +73,16 @@ def learn(pace: Pace, error: Tensor, iteration: int, check_every: int, floor: Te
 
     In a cycle of N iterations at λ = 1 − gap², an error of an eigenvalue up to λ is divided by T_2N(1/√λ) = cosh(2Nθ)
     with tanh θ = gap. If the error was divided by less, say by cosh(2Nθ)/z, then there is a larger eigenvalue: the one
-    with T_2N(√(λ'/λ)) = z. An error that did not fall at all is mostly rounding, which over-relaxation multiplies; a cycle
-    with the first gap, much nearer to plain updates, leaves little of it.
+    with T_2N(√(λ'/λ)) = z. In logarithms, since these polynomials outgrow numbers.
+
+    An error that did not fall at all is mostly rounding, which over-relaxation multiplies; a cycle with the first gap,
+    much nearer to plain updates, leaves little of it.
     """
     divided = torch.where(error < pace.error, error / pace.error, 1.0)
-    z = divided * _factor(pace.gap, 2 * pace.cycle)
-    slower = (1 - pace.gap**2) * torch.cosh(torch.acosh(z.clamp(min=1)) / (2 * pace.cycle)) ** 2
-    gap = torch.where(z > 1, (1 - slower).clamp(min=0).sqrt(), (GROWTH * pace.gap).clamp(max=WIDEST_GAP))
+    log_z = _log_factor(pace.gap, 2 * pace.cycle) + divided.log()
+    acosh = log_z + (1 - torch.exp(-2 * log_z)).clamp(min=0).sqrt().log1p()
+    square = pace.gap**2 - (1 - pace.gap**2) * torch.sinh(acosh / (2 * pace.cycle)) ** 2  # 1 − λ'
+    gap = torch.where(log_z > 0, square.clamp(min=0).sqrt(), (GROWTH * pace.gap).clamp(max=WIDEST_GAP))
     cycle = _next_cycle(pace.cycle, gap, iteration, check_every)
     anew = _gap(FIRST_FACTOR, cycle)
     stalled = (error >= pace.error) & (pace.gap < anew)
@@ -94,13 +95,14 @@ def learn(pace: Pace, error: Tensor, iteration: int, check_every: int, floor: Te
 def _next_cycle(cycle: Tensor, gap: Tensor, iteration: int, check_every: int) -> Tensor:
     longest = min(max(check_every, LONGEST_CYCLE), iteration // 2)
     longer = (gap < _gap(LEAST_FACTOR, cycle)) & (2 * cycle <= longest)
-    shorter = (cycle > check_every) & (_factor(gap, cycle) > ENOUGH_FACTOR)
+    shorter = (cycle > check_every) & (_log_factor(gap, cycle) > math.log(ENOUGH_FACTOR))
     return torch.where(longer, 2 * cycle, torch.where(shorter, cycle // 2, cycle))
 
 
-def _factor(gap: Tensor, half_steps: Tensor) -> Tensor:
-    """T_h(1/√λ), what h half steps divide errors by."""
-    return torch.cosh((half_steps * torch.atanh(gap)).clamp(max=LARGEST_EXPONENT))
+def _log_factor(gap: Tensor, half_steps: Tensor) -> Tensor:
+    """log T_h(1/√λ), of what h half steps divide errors by."""
+    exponent = half_steps * torch.atanh(gap)
+    return exponent + torch.log(0.5 + 0.5 * torch.exp(-2 * exponent))
 
 
 def _gap(factor: float, cycle: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Over-relaxation of JAX problems: the rule of `acceleration`, which explains it, on the device.
+"""Over-relaxation and annealing of JAX problems: the rules of `acceleration`, which explains them, on the device.
 
-A problem decides only where its error is looked at. The constants are those of `acceleration`, which needs torch; a
-test compares them.
+A problem decides only where its error is looked at.
 """
 
 from __future__ import annotations
@@ -13,13 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs
+
 from .pacing import (
     ENOUGH_FACTOR,
     FIRST_FACTOR,
     GROWTH,
-    LARGEST_EXPONENT,
     LEAST_FACTOR,
     LONGEST_CYCLE,
+    STAGE_FACTOR,
+    STAGE_ITERATIONS,
     WIDEST_GAP,
 )
 
@@ -44,10 +46,11 @@ def start(floor: jax.Array, check_every: int) -> Pace:
 def learn(pace: Pace, error: jax.Array, iteration: jax.Array, check_every: int, floor: jax.Array) -> Pace:
     """The pace after a look that found this error; a constant to derivatives."""
     error = lax.stop_gradient(error)
-    z = jnp.where(error < pace.error, error / pace.error, 1) * _factor(pace.gap, 2 * pace.cycle)
-    slower = jnp.sinh(jnp.arccosh(jnp.maximum(z, 1)) / (2 * pace.cycle)) ** 2
-    square = pace.gap**2 - (1 - pace.gap**2) * slower  # 1 − λ', without a difference of numbers near 1
-    gap = jnp.where(z > 1, jnp.sqrt(jnp.maximum(square, 0)), jnp.minimum(GROWTH * pace.gap, WIDEST_GAP))
+    divided = jnp.where(error < pace.error, error / pace.error, 1)
+    log_z = _log_factor(pace.gap, 2 * pace.cycle) + jnp.log(divided)
+    arccosh = log_z + jnp.log1p(jnp.sqrt(jnp.maximum(1 - jnp.exp(-2 * log_z), 0)))
+    square = pace.gap**2 - (1 - pace.gap**2) * jnp.sinh(arccosh / (2 * pace.cycle)) ** 2  # 1 − λ'
+    gap = jnp.where(log_z > 0, jnp.sqrt(jnp.maximum(square, 0)), jnp.minimum(GROWTH * pace.gap, WIDEST_GAP))
     cycle = _next_cycle(pace.cycle, gap, iteration, check_every)
     anew = _gap(FIRST_FACTOR, cycle, gap.dtype)
     stalled = (error >= pace.error) & (pace.gap < anew)
@@ -60,13 +63,14 @@ def learn(pace: Pace, error: jax.Array, iteration: jax.Array, check_every: int, 
 def _next_cycle(cycle: jax.Array, gap: jax.Array, iteration: jax.Array, check_every: int) -> jax.Array:
     longest = jnp.minimum(max(check_every, LONGEST_CYCLE), iteration // 2)
     longer = (gap < _gap(LEAST_FACTOR, cycle, gap.dtype)) & (2 * cycle <= longest)
-    shorter = (cycle > check_every) & (_factor(gap, cycle) > ENOUGH_FACTOR)
+    shorter = (cycle > check_every) & (_log_factor(gap, cycle) > math.log(ENOUGH_FACTOR))
     return jnp.where(longer, 2 * cycle, jnp.where(shorter, cycle // 2, cycle))
 
 
-def _factor(gap: jax.Array, half_steps: jax.Array) -> jax.Array:
-    """T_h(1/√λ), what h half steps divide errors by."""
-    return jnp.cosh(jnp.minimum(half_steps * jnp.arctanh(gap), LARGEST_EXPONENT))
+def _log_factor(gap: jax.Array, half_steps: jax.Array) -> jax.Array:
+    """log T_h(1/√λ), of what h half steps divide errors by."""
+    exponent = half_steps * jnp.arctanh(gap)
+    return exponent + jnp.log(0.5 + 0.5 * jnp.exp(-2 * exponent))
 
 
 def _gap(factor: float, cycle: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -81,17 +85,72 @@ def omega(gap: jax.Array, previous: jax.Array, half_step: jax.Array) -> jax.Arra
     return jnp.where(half_step > 0, (1 + q) * (1 + q**half_step) / (1 + q ** (half_step + 1)), 1)
 
 
-def factors(pace: Pace, iteration: jax.Array, count: int, looked: jax.Array, translated: bool) -> jax.Array:
+def factors(
+    pace: Pace, iteration: jax.Array, count: int, last: jax.Array | int, looked: jax.Array, translated: bool
+) -> jax.Array:
     """Factors of the ``count`` iterations that follow, (count, 2, B): of their column updates and of their row updates.
 
-    The rows of a look, after the last of them, are plain. So are the columns before a translation, and the first ones
+    The rows of a look, after the ``last`` of them (from 0), are plain. So are the columns before a translation, and the first ones
     of all.
     """
     half_steps = 2 * (iteration - pace.last) + jnp.arange(1, 2 * count + 1)[:, None]
     table = omega(pace.gap, pace.previous, half_steps).reshape(count, 2, -1)
     table = table.at[0, 0].set(jnp.where(iteration == 0, 1, table[0, 0]))
     plain = slice(0 if translated else 1, 2)
-    return table.at[-1, plain].set(jnp.where(looked, 1, table[-1, plain]))
+    return table.at[last, plain].set(jnp.where(looked, 1, table[last, plain]))
+
+
+def stages(pairs: Pairs, most: int, sizes: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """How often ε may be multiplied by four before it is as large as the costs' deviation, (B,) int32, up to ``most``.
+
+    ``sizes``: rows and columns of each problem, (B,) each, where problems are padded.
+    """
+    pairs = lax.stop_gradient(pairs)
+    ratio = deviation(pairs, sizes) / pairs.epsilon
+    reached = ratio >= stage_factors(most, ratio.dtype)[1:, None]
+    return jnp.where(jnp.isfinite(ratio), reached.sum(0, dtype=jnp.int32), 0)
+
+
+def stage_factors(most: int, dtype: jnp.dtype) -> jax.Array:
+    """What ε is multiplied by in each stage, and 1 in front, (1 + most,)."""
+    return jnp.asarray([STAGE_FACTOR**stage for stage in range(most + 1)], dtype)
+
+
+def stage_omegas(floor: jax.Array) -> jax.Array:
+    """Factors of a stage's iterations, (iterations, 2, B). There is no error to learn from; its last rows are plain."""
+    gap = jnp.maximum(floor, math.tanh(math.acosh(LEAST_FACTOR) / (2 * STAGE_ITERATIONS)))
+    table = omega(gap, gap, jnp.arange(2 * STAGE_ITERATIONS)[:, None])
+    return table.at[-1].set(1).reshape(STAGE_ITERATIONS, 2, -1)
+
+
+def deviation(pairs: Pairs, sizes: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """How much the costs vary, (B or 1,), about: as far as potentials cannot absorb it."""
+    if pairs.matrix is not None:
+        return _deviation_of_matrix(pairs.costs, sizes)
+    clouds = [_centred(points, sizes and sizes[side]) for side, points in enumerate((pairs.x, pairs.y))]
+    if pairs.metric == "l1":
+        return sum(abs(points).sum((1, 2)) / count for points, count in clouds)
+    squares = sum((points**2).sum((1, 2)) / count for points, count in clouds)
+    return squares if pairs.metric == "sqeuclidean" else jnp.sqrt(squares)
+
+
+def _centred(points: jax.Array, size: jax.Array | None) -> tuple[jax.Array, jax.Array | int]:
+    """Points around their mean, zero where padded, and how many there are."""
+    if size is None:
+        return points - points.mean(1, keepdims=True), points.shape[1]
+    there = (jnp.arange(points.shape[1]) < size[:, None])[:, :, None]
+    mean = jnp.where(there, points, 0).sum(1, keepdims=True) / size[:, None, None]
+    return jnp.where(there, points - mean, 0), size
+
+
+def _deviation_of_matrix(matrix: jax.Array, sizes: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """The standard deviation of the finite entries."""
+    there = jnp.isfinite(matrix)
+    if sizes is not None:
+        rows, columns = (jnp.arange(matrix.shape[1 + side]) < size[:, None] for side, size in enumerate(sizes))
+        there &= rows[:, :, None] & columns[:, None, :]
+    mean = matrix.mean((1, 2), keepdims=True, where=there)
+    return jnp.sqrt(((matrix - mean) ** 2).mean((1, 2), where=there))
 
 
 def relaxed(old: jax.Array, target: jax.Array, omega: jax.Array, epsilon: jax.Array) -> jax.Array:
