@@ -159,6 +159,21 @@ def test_no_mass_no_gradient(kind, backend):
 
 
 @both
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit", "envelope"])
+@pytest.mark.parametrize("convention", ["kl", "entropy"])
+@pytest.mark.parametrize("reach", [None, 0.7])
+def test_a_value_has_no_derivative_by_a_weight_of_zero(reach, convention, gradient, backend):
+    a, b = weights(7, zeros=2).requires_grad_(), weights(9, seed=1, zeros=3).requires_grad_()
+    if (reach, convention, gradient) == (0.7, "entropy", "envelope"):
+        pytest.skip("refused")
+    options = {"epsilon": 0.5, "reach": reach, "gradient": gradient, "backend": backend}
+    value = solve(DenseCost(normal(7, 9).abs()), a, b, **options).value(convention)
+    by_a, by_b = torch.autograd.grad(value, (a, b))
+    assert (by_a[:2] == 0).all() and (by_b[:3] == 0).all()
+    assert (by_a[2:] != 0).all() and (by_b[3:] != 0).all()
+
+
+@both
 @pytest.mark.parametrize("kind", ["forbidden", "padded"])
 def test_gradients_pass_forbidden_pairs(kind, backend):
     M, a, b = normal(6, 5).abs(), weights(6), weights(5, seed=1)

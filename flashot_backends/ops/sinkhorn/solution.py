@@ -137,7 +137,7 @@ class Solution:
         rows, columns = self._marginals()
         if convention == "kl":
             dual = sum(dot(*pair) for pair in zip((rows, columns), self._potentials(), strict=True))
-            total = dual + epsilon * (problem.a.sum(-1) * problem.b.sum(-1) - rows.sum(-1))
+            total = dual + epsilon * (mass(problem.a) * mass(problem.b) - rows.sum(-1))
         else:
             s, t = self._scalings()
             total = epsilon * (dot(rows, s) + dot(columns, t) - rows.sum(-1))
@@ -220,7 +220,12 @@ def divergence(marginal: Tensor, weights: Tensor) -> Tensor:
     """KL(p | a) = Σ p log(p/a) − Σp + Σa, (B,); p is zero where a is."""
     there = marginal > 0
     ratio = torch.where(there, marginal, 1.0) / torch.where(there, weights, 1.0)
-    return (torch.where(there, marginal * ratio.log(), 0.0) - marginal + weights).sum(-1)
+    return (torch.where(there, marginal * ratio.log(), 0.0) - marginal).sum(-1) + mass(weights)
+
+
+def mass(weights: Tensor) -> Tensor:
+    """Σ_i a_i, (B,), which no weight of zero has a derivative of: there is nothing there to take part."""
+    return torch.where(weights > 0, weights, 0.0).sum(-1)
 
 
 def dot(first: Tensor, second: Tensor) -> Tensor:
