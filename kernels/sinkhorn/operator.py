@@ -135,9 +135,11 @@ class Operator:
     """A batch of costs, ready to be reduced over its pairs. Subclasses fill in the loops.
 
     ``again``, after ``iterate``: how to run the same loop once more on other tensors of the same layout, or None.
+    ``whole_loop``: whether ``iterate`` and ``anneal`` take every problem whose costs are served.
     """
 
     again: Callable[..., Any] | None = None
+    whole_loop = False
 
     def __init__(self, cost: Cost, epsilon: Tensor):
         self.cost = cost
@@ -220,11 +222,23 @@ class Operator:
 
         A kernel that has one looks at the values itself, and hands what it saw to ``inspect``, which raises. ``gap`` is
         what over-relaxation starts from, 1 for plain iterations. ``reach`` (B, 2), infinite where binding, says what it
-        costs to miss a marginal; then values were looked at before, and ``check_every`` is 2 at least. Returns row and
-        column potentials, iterations, error and whether it is below the tolerance, by batch element; and by look
-        (B, looks) the error, NaN where there was no look, and the gap that holds after it.
+        costs to miss a marginal; then values were looked at before, and ``check_every`` is 2 at least. A kernel with
+        ``whole_loop`` also takes 1, and beside a reach the cost's one-sided terms ``offsets`` (B, n) and (B, m).
+        Returns row and column potentials, iterations, error and whether it is below the tolerance, by batch element;
+        and by look (B, looks) the error, NaN where there was no look, and the gap that holds after it.
         """
         return None
+
+    def anneal(
+        self, a: Tensor, b: Tensor, f: Tensor, stages: int, factor: float, iterations: int, gap: float,
+        reach: Tensor | None = None, offsets: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """The row potentials (B, n) that so many stages of annealing lead to, where there is a ``whole_loop``.
+
+        In stage s, from the last to the first, ε is multiplied by ``factor``^s, and so many iterations are relaxed by
+        the gap.
+        """
+        raise NotImplementedError
 
     def apply(self, s: Tensor, t: Tensor, values: Tensor) -> Tensor:
         """P V: values (B, m, k) to (B, n, k)."""

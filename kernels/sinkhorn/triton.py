@@ -35,7 +35,7 @@ from .launch import (
 from .operator import Cost, Operator, Weighted
 
 if TYPE_CHECKING:
-    from .triton_loop import InTurn, Loop
+    from .triton_loop import InTurn, Vectors
 
 LOG2E = math.log2(math.e)
 PAD = 512  # rows of prepared arrays come in multiples of this, so that no load inside a loop needs a mask
@@ -104,18 +104,24 @@ _ready: set[Any] = set()
 def _get_ready(cost: Cost, epsilon: Tensor, precision: str) -> None:
     """Before the first problem of a kind, compile every kernel that it will take, side by side."""
     batch, n, m = cost.size
-    width = 0 if cost.x is None else cost.x.shape[-1]
-    large = batch * n * m > 1 << 22
-    held = width if width <= FMA_DIMENSIONS else min(padded_width(width), 2 * CHUNK)
-    key = (torch.cuda.current_device(), cost.first.dtype, held, precision, large)
-    if key in _ready or torch.cuda.is_current_stream_capturing():
-        return
 
     def work() -> None:
         op = Fused(cost, epsilon, precision)
         a, b = torch.ones(batch, n, device=op.device), torch.ones(batch, m, device=op.device)
         op.iterate(a, b, torch.zeros_like(a), 2, 0.0, 1, "l1", 1.0, lambda seen: None)
 
+    _compile_first(cost, precision, (), work)
+
+
+def _compile_first(cost: Cost, precision: str, what: tuple[Any, ...], work: Callable[[], Any]) -> None:
+    """Compile the kernels of some work on a kind of problem together, unless that was done before."""
+    batch, n, m = cost.size
+    width = 0 if cost.x is None else cost.x.shape[-1]
+    large = batch * n * m > 1 << 22
+    held = width if width <= FMA_DIMENSIONS else min(padded_width(width), 2 * CHUNK)
+    key = (torch.cuda.current_device(), cost.first.dtype, held, precision, large, *what)
+    if key in _ready or torch.cuda.is_current_stream_capturing():
+        return
     compile_together(work)
     _ready.add(key)
 
@@ -153,6 +159,8 @@ class Prepared(NamedTuple):
 
 class Fused(Operator):
     """Costs prepared for the kernels."""
+
+    whole_loop = True
 
     def __init__(self, cost: Cost, epsilon: Tensor, precision: str = "high", prepared: Prepared | None = None):
         super().__init__(cost, epsilon)
@@ -207,8 +215,12 @@ class Fused(Operator):
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
         gap: float, inspect: Callable[[dict[str, float]], None], reach: Tensor | None = None,
+        offsets: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Alternate until every problem's error is below the tolerance, looking at it on the card."""
+        """Alternate until every problem's error is below the tolerance, looking at it on the card.
+
+        ``offsets``, beside a reach: the terms of the cost that depend on its row (B, n) or its column (B, m) alone.
+        """
         from . import triton_loop
 
         control = triton_loop.Control(max_iterations, tolerance, check_every, int(norm == "l2"), gap)
@@ -216,7 +228,28 @@ class Fused(Operator):
             nothing = (a.new_empty(0, dtype=kind) for kind in PER_PROBLEM)
             return a.new_empty(a.shape), b.new_empty(b.shape), *nothing, *a.new_empty(2, 0, control.looks)
         with on(self.device):
-            return triton_loop.solve(self, a, b, f, control, inspect, reach)
+            run = functools.partial(triton_loop.solve, a=a, b=b, f=f, reach=reach, offsets=offsets)
+            if reach is not None and not INTERPRETED:
+                what, fresh = ("missed", offsets is None, check_every == 1 and gap < 1), self.at(self.exact_epsilon)
+                short = control._replace(max_iterations=2, tolerance=0.0)
+                work = functools.partial(run, fresh, control=short, inspect=lambda seen: None)
+                _compile_first(self.cost, self.precision, what, work)
+            return run(self, control=control, inspect=inspect)
+
+    def anneal(
+        self, a: Tensor, b: Tensor, f: Tensor, stages: int, factor: float, iterations: int, gap: float,
+        reach: Tensor | None = None, offsets: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `Operator.anneal`; the host does not wait for the card."""
+        from .triton_stages import Schedule, Stages
+
+        schedule = Schedule(stages, factor, iterations, gap)
+        with on(self.device):
+            if not INTERPRETED:
+                what = ("stages", reach is None, offsets is None)
+                given = (a, b, f, schedule._replace(stages=1), reach, offsets)
+                _compile_first(self.cost, self.precision, what, lambda: Stages(self, *given).run())
+            return Stages(self, a, b, f, schedule, reach, offsets).run()
 
     def new(self, *shape: int) -> Tensor:
         """An uninitialised float32 tensor."""
@@ -434,20 +467,23 @@ class Update:
     def bind(
         self, bias: Tensor, u_in: Tensor, log_weight: Tensor, u_out: Tensor, bias_out: Tensor, ratio: Tensor,
         done: Tensor, gaps: Tensor, cycles: Tensor, penalty: Tensor, most: int = 0, column: int = 0, first: bool = True,
+        steady: bool = False, lack: Tensor | None = None,
     ) -> Launch:
         """The launch of an update from the columns' bias, to be called with the iteration.
 
-        ``first`` where there is no previous potential to start from; ``column`` is 1 for columns.
+        ``first`` where there is no previous potential to start from; ``column`` is 1 for columns. ``steady`` as in a
+        stage of annealing. ``lack`` where potentials lack more than the norm.
         """
         from .triton_kernels import update
 
         rows, columns, slopes = self.prepared.rows, self.prepared.columns, self.prepared.slopes
         tensors = (
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
-            self.parts, self.counters, done, slopes, gaps, cycles, penalty, rows.half_norm,
+            self.parts, self.counters, done, slopes, gaps, cycles, penalty, rows.half_norm if lack is None else lack,
         )  # fmt: skip
         args, programs = (*tensors, 0, most, column, *self.sizes), self.programs * self.op.batch
-        constants, variant = (*self.constants, first), self.prepared.variant
+        lacking = self.prepared.kind == DOT or lack is not None
+        constants, variant = (*self.constants, first, steady, lacking), self.prepared.variant
         return Launch(update, programs, args, constants, self.options, variant, at=len(tensors))
 
 
@@ -494,7 +530,7 @@ class Strips:
         enough = cls.FEWEST * processors(op.device)
         return prepared.columns.length <= cls.LONGEST and prepared.rows.length * op.batch >= enough
 
-    def bind(self, loop: Loop, before: Tensor, after: Tensor) -> InTurn:
+    def bind(self, loop: Vectors, before: Tensor, after: Tensor) -> InTurn:
         """Launches that update rows, then columns from ``before`` to ``after``, to be called with the iteration."""
         from .triton_kernels import gather, strip
         from .triton_loop import InTurn
@@ -503,7 +539,7 @@ class Strips:
         rows, columns = prepared.rows, prepared.columns
         tensors: tuple[Tensor, ...] = (
             rows.first, columns.first, loop.column_bias, loop.u, loop.log_a, loop.u, loop.row_bias, self.parts,
-            loop.done, prepared.slopes, loop.gaps, loop.cycles, loop.penalty,
+            loop.done, prepared.slopes, loop.gaps, loop.cycles, loop.penalty, loop.lacks[0],
         )  # fmt: skip
         strides = (self.batch_stride, self.stride)
         sizes: tuple[int, ...] = (
@@ -511,24 +547,24 @@ class Strips:
         )  # fmt: skip
         limit = () if INTERPRETED else (("maxnreg", self.registers),)
         options = (("num_warps", self.warps), ("num_stages", 1), *limit)
-        constants = (*op.constants[:2], self.align)
+        constants, ways = (*op.constants[:2], self.align), (loop.steady, loop.offset)
         first = Launch(
             strip, self.programs * op.batch, (*tensors, 0, most, *sizes),
-            (*constants, self.rows, self.first, self.second, 128 * self.warps), options, prepared.variant,
+            (*constants, self.rows, self.first, self.second, 128 * self.warps, *ways), options, prepared.variant,
             at=len(tensors),
         )  # fmt: skip
         blocks_of_columns = -(-columns.length // 32)
         tensors = (
             rows.first, columns.first, self.parts, loop.row_bias, before, loop.log_b, after, loop.column_bias,
-            loop.ratio, loop.done, prepared.slopes, loop.gaps, loop.cycles, loop.penalty,
+            loop.ratio, loop.done, prepared.slopes, loop.column_gaps, loop.cycles, loop.penalty, loop.lacks[1],
         )  # fmt: skip
         sizes = (
             blocks_of_columns, columns.length, rows.length, self.programs, columns.blocks, rows.blocks,
             loop.control.check_every, *strides,
         )  # fmt: skip
         then = Launch(
-            gather, blocks_of_columns * op.batch, (*tensors, 0, most, *sizes), (*constants, 32, 128), PRODUCT_OPTIONS,
-            prepared.variant, at=len(tensors),
+            gather, blocks_of_columns * op.batch, (*tensors, 0, most, *sizes), (*constants, 32, 128, *ways),
+            PRODUCT_OPTIONS, prepared.variant, at=len(tensors),
         )  # fmt: skip
         return InTurn(first, then)
 

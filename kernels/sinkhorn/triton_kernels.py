@@ -108,18 +108,19 @@ def chebyshev(gap, steps):
 
 @triton.jit
 def factor_of(gaps, cycles, penalty, b, iteration, most, column, STEADY: tl.constexpr):
-    """The factor of one half step of a problem: as its looks ask for, or STEADY as in a stage of annealing.
+    """The factor of one half step of a problem, as its looks ask for, or STEADY as in a stage of annealing; and MISSED.
 
     A stage begins with a plain column update and ends with a plain row update; nothing is looked at.
     """
     if STEADY:
         steps = 2 * iteration - 1 + column
+        missed = tl.load(penalty + 8 * b + MISSED)
         factor = chebyshev(tl.load(gaps + 2 * b), tl.where(steps >= 2 * most - 1, 0, steps))
     else:
         cycle, looked = tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
         missed = tl.load(penalty + 8 * b + MISSED)
         factor = relaxation(tl.load(gaps + 2 * b), cycle, looked, iteration, most, column, missed)
-    return factor
+    return factor, missed
 
 
 @triton.jit
@@ -369,6 +370,36 @@ def translate(
 
 
 @kernel
+def settle(
+    v, log_b, column_bias, gaps, cycles, previous, done, iteration: tl.int32, most: tl.int32, programs: tl.int32,
+    batch: tl.int32, m: tl.int32, other: tl.int64, BLOCK: tl.constexpr,
+):
+    """Relax a plain column update, after the look that says how: where the next iteration may be looked at again.
+
+    Right after a look the factor goes by the gap from before it, which ``previous`` (2, B) remembers, the places of odd
+    and even iterations in turn.
+    """
+    b, block = place(programs)
+    if tl.load(done + b) != 0:
+        return
+    gap, cycle, looked = tl.load(gaps + 2 * b), tl.load(cycles + 2 * b), tl.load(cycles + 2 * b + 1)
+    earlier = tl.load(previous + (iteration % 2) * batch + b)
+    if block == 0:
+        tl.store(previous + ((iteration + 1) % 2) * batch + b, gap)
+    gap = tl.where((looked == iteration) & (iteration > 1), earlier, gap)
+    factor = chebyshev(gap, 2 * (iteration - looked) + 1)
+    factor = tl.where(is_look(iteration + 1, cycle, looked, most), 1.0, factor)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    at = b * programs * BLOCK + cols
+    before = tl.load(v + (iteration % 2) * other + at, mask=cols < m, other=0.0)
+    target = tl.load(v + ((iteration + 1) % 2) * other + at, mask=cols < m, other=0.0)
+    weight = tl.load(log_b + at)
+    after = relaxed(before, target, factor, weight)
+    tl.store(v + ((iteration + 1) % 2) * other + at, after, mask=cols < m)
+    tl.store(column_bias + at, tl.where(weight == float("-inf"), weight, after + weight), mask=cols < m)
+
+
+@kernel
 def finish(
     u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged, seen, scratch, done,
     turns, gaps, cycles, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
@@ -433,12 +464,12 @@ def lack(
 
 @kernel
 def enter(
-    a, b_weight, f, epsilon, norm_q, u, log_a, log_b, row_bias, gaps, penalty, gap: tl.float32, programs: tl.int32,
-    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64,
-    stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    a, b_weight, f, epsilon, norm_q, u, log_a, log_b, row_bias, column_bias, gaps, penalty, gap: tl.float32,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64,
+    batch_b: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A stage of annealing begins: potentials f (B, n) in base 2 under its ε, their biases, and the gap it relaxes by.
-    """
+    """A stage of annealing begins: potentials f (B, n) in base 2 under its ε, their biases, and the gap it relaxes by;
+    log₂ of the weights, and empty column biases."""
     b, block = place(programs)
     if block == 0:
         tl.store(gaps + 2 * b, tl.maximum(gap, tl.load(penalty + 8 * b + FLOOR)))
@@ -457,7 +488,9 @@ def enter(
     else:
         cols = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(b_weight + b * batch_b + cols, mask=cols < m, other=0.0)
-        tl.store(log_b + b * blocks_k * PAD + cols, tl.log2(weight))
+        at = b * blocks_k * PAD + cols
+        tl.store(log_b + at, tl.log2(weight))
+        tl.store(column_bias + at, tl.full([BLOCK], float("-inf"), tl.float32))
 
 
 @kernel
@@ -754,7 +787,7 @@ def update(
     norm = tl.load(norm_q + at) if LACKING else 0.0
     after = damped(after, norm, tl.load(penalty + 8 * b + SLACK + column))
     if not FIRST:
-        factor = factor_of(gaps, cycles, penalty, b, iteration, most, column, STEADY)
+        factor, _ = factor_of(gaps, cycles, penalty, b, iteration, most, column, STEADY)
         after = relaxed(u, after, factor, weight)
     tl.store(u_out + at, after, mask=rows < n)
     tl.store(bias_out + at, tl.where(weight == float("-inf"), weight, after + weight), mask=rows < n)
@@ -834,8 +867,8 @@ def strip(
     log_weight += b * pad_q
     bias += b * pad_k
     slope = tl.load(slopes + b)
-    factor = factor_of(gaps, cycles, penalty, b, iteration, most, 0, STEADY)
-    adjusted = (factor != 1.0) | (tl.load(penalty + 8 * b + MISSED) > 0)
+    factor, missed = factor_of(gaps, cycles, penalty, b, iteration, most, 0, STEADY)
+    adjusted = (factor != 1.0) | (missed > 0)
     step = stride * ALIGN
     across = tl.arange(0, WIDE)[None, None, :]
     cols = tl.arange(0, FIRST)[None, :, None] * WIDE + across
@@ -929,7 +962,7 @@ def gather(
     at = b * blocks_k * PAD + cols
     weight = tl.load(log_weight + at)
     before = tl.load(v_in + at, mask=cols < m, other=0.0)
-    factor = factor_of(gaps, cycles, penalty, b, iteration, most, 1, STEADY)
+    factor, _ = factor_of(gaps, cycles, penalty, b, iteration, most, 1, STEADY)
     total = tl.zeros([BLOCK_M], tl.float32)
     parts += b * shares * blocks_k * PAD
     for first in range(0, shares, BLOCK_N):

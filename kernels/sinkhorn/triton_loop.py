@@ -21,6 +21,7 @@ from .launch import INTERPRETED, Launch, compiling, processors
 Inspect = Callable[[dict[str, float]], None]
 MOST_LOOPS, MOST_BYTES = 8, 64 << 20  # loops that are kept, and how large the buffers of one may be
 GIVEN = ("epsilon", "a", "b", "start")  # beside the cost
+OFFSETS = ("alpha", "beta")
 RESULTS = ("f", "g", "iterations", "error", "converged", "errors")
 
 
@@ -43,24 +44,99 @@ class Control(NamedTuple):
         return (iteration - 1) % self.check_every == 0 or iteration == self.max_iterations
 
 
-class Loop:
-    """One loop's state on the card (base-2 potentials, biases, partial sums and flags), and all that it launches."""
+class Vectors:
+    """Base-2 potentials, biases and partial sums of a batch, and the launches that alternate on them."""
 
-    def __init__(
-        self, op: triton.Fused, a: Tensor, b: Tensor, f: Tensor, control: Control, penalty: Tensor | None = None
-    ):
-        self.control, self.batch, self.columns, self.device = control, op.batch, op.columns, op.device
-        self.given = dict(zip(GIVEN, (op.exact_epsilon, *map(_in_rows, (a, b)), f), strict=True))
-        self.given |= {"x": op.cost.x, "y": op.cost.y} if op.cost.matrix is None else {"M": op.cost.matrix}
-        self.outputs = new_outputs(op.batch, op.rows, op.columns, control.looks, op.device)
+    steady = False  # whether factors are those of a stage of annealing
+    control: Control
+    done: Tensor
+    gaps: Tensor
+    column_gaps: Tensor  # of column updates
+    cycles: Tensor
+    penalty: Tensor
+
+    def __init__(self, op: triton.Fused, offsets: tuple[Tensor, Tensor] | None, epsilon: Tensor):
         rows, columns, batch = op.prepared.rows, op.prepared.columns, op.batch
         self.log_a, self.row_bias, self.u, self.rest = op.new(4, batch, rows.blocks * triton.PAD).unbind()
         self.log_b, self.column_bias, self.ratio, *self.v = op.new(5, batch, columns.blocks * triton.PAD).unbind()
-        self.notes, *notes = _zeros(op.device, batch)
+        # What potentials lack of those that count where marginals may be missed: norms, and offsets where there are.
+        self.offset, self.lacks = offsets is not None, (rows.half_norm, columns.half_norm)
+        self.lay: tuple[Launch, ...] = ()
+        if offsets is not None:
+            self.lacks = op.new(batch, rows.blocks * triton.PAD), op.new(batch, columns.blocks * triton.PAD)
+            parts = zip((rows, columns), offsets, self.lacks, strict=True)
+            self.lay = tuple(_lay(op, side, offset, epsilon, lack) for side, offset, lack in parts)
+
+    def _steps(self, op: triton.Fused) -> tuple[Launch, tuple[Any, ...], Launch]:
+        """The first column update; what iteration 1, even and odd ones launch, as a tuple with places 1, 2, 3; and a
+        row update alone."""
+        rows, columns, most = triton.Update(op), triton.Update(op.T), self.control.max_iterations
+        paced, v = (self.cycles, self.penalty), self.v
+        row_lack, column_lack = self.lacks if self.offset else (None, None)
+        ends = (self.column_bias, self.ratio, self.done, self.column_gaps, *paced)
+        begin = columns.bind(self.row_bias, v[1], self.log_b, v[1], *ends, 0, 1, lack=column_lack)
+        forth, back = (
+            columns.bind(self.row_bias, v[i], self.log_b, v[1 - i], *ends, most, 1, False, self.steady, column_lack)
+            for i in (1, 0)
+        )
+        to_rows = (
+            self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, self.done, self.gaps, *paced, most,
+            0,
+        )  # fmt: skip
+        again = rows.bind(*to_rows, False, self.steady, row_lack)
+        first = InTurn(again if self.steady else rows.bind(*to_rows, lack=row_lack), forth)
+        if triton.Strips.fit(op):
+            strips = triton.Strips(op)
+            return begin, (None, first, strips.bind(self, v[0], v[1]), strips.bind(self, v[1], v[0])), again
+        return begin, (None, first, InTurn(again, back), InTurn(again, forth)), again
+
+    def _translate(self, op: triton.Fused) -> Launch:
+        """What moves f up and g down before a look, where marginals may be missed."""
+        from .triton_kernels import translate
+
+        rows, columns = op.prepared.rows, op.prepared.columns
+        tensors = (
+            self.u, self.v[0], self.log_a, self.log_b, self.row_bias, self.column_bias, *self.lacks, self.penalty,
+            self.done, self.cycles,
+        )  # fmt: skip
+        numbers = (
+            0, self.control.max_iterations, rows.length, columns.length, rows.blocks, columns.blocks, self.v[0].numel(),
+        )  # fmt: skip
+        constants = (self.lacking(op), 1024)
+        return Launch(translate, op.batch, (*tensors, *numbers), constants, (("num_warps", 4),), at=len(tensors))
+
+    def lacking(self, op: triton.Fused) -> bool:
+        """Whether potentials lack something of those that count."""
+        return self.offset or op.prepared.kind == triton.DOT
+
+
+def _lay(op: triton.Fused, side: triton.Side, offset: Tensor, epsilon: Tensor, out: Tensor) -> Launch:
+    """The launch that finds what potentials of a side lack."""
+    from .triton_kernels import lack
+
+    args = (offset, epsilon, side.half_norm, out, side.blocks, side.length, *offset.stride(), epsilon.stride(0))
+    constants, variant = (op.prepared.kind == triton.DOT, triton.BLOCK), tuple(p.data_ptr() % 16 for p in args[:2])
+    return Launch(lack, side.blocks * op.batch, args, constants, (("num_warps", 4),), variant)
+
+
+class Loop(Vectors):
+    """One loop's state on the card, what it counts and notes, and all that it launches."""
+
+    def __init__(
+        self, op: triton.Fused, a: Tensor, b: Tensor, f: Tensor, control: Control, penalty: Tensor | None = None,
+        offsets: tuple[Tensor, Tensor] | None = None,
+    ):  # fmt: skip
+        super().__init__(op, offsets, op.exact_epsilon)
+        self.control, self.batch, self.columns, self.device = control, op.batch, op.columns, op.device
+        self.given = dict(zip(GIVEN, (op.exact_epsilon, *map(in_rows, (a, b)), f), strict=True))
+        self.given |= {"x": op.cost.x, "y": op.cost.y} if op.cost.matrix is None else {"M": op.cost.matrix}
+        self.outputs = new_outputs(op.batch, op.rows, op.columns, control.looks, op.device)
+        self.notes, *notes = _zeros(op.device, op.batch)
         self.seen, self.done, self.iterations, self.gaps, self.cycles, binding = notes
-        self.turns = op.zeros(batch)
+        self.turns = op.zeros(op.batch)
         self.penalty = binding if penalty is None else penalty
         self.given |= {} if penalty is None else {"penalty": penalty}
+        self.given |= {} if offsets is None else dict(zip(OFFSETS, offsets, strict=True))
         # A matrix that is read as it lies has nothing prepared, and no flags of bad coordinates; of zeros we have some.
         self.scratch = self.done if op.prepared.scratch is None else op.prepared.scratch
         self.slopes = op.prepared.slopes
@@ -70,9 +146,13 @@ class Loop:
         if tile is not None:
             self.whole = self._resident(op, tile)
         else:
-            self.first, self.steps = self._steps(op)
+            # With a look at every iteration the columns wait for it, where it says whether the next one is translated.
+            waits = penalty is not None and control.check_every == 1 and control.gap < 1
+            self.column_gaps = torch.ones_like(self.gaps) if waits else self.gaps
+            self.first, self.steps, _ = self._steps(op)
             self.check = self._check(op)
             self.translate = None if penalty is None else self._translate(op)
+            self.settle = self._settle(op) if waits else None
         self.of_values, self.of_ends = Fetch(), (Fetch(), Fetch())
         self.kept: list[Any] = []
 
@@ -80,13 +160,15 @@ class Loop:
     def launches(self) -> list[Launch]:
         """Everything that is ever launched, once each."""
         inner = [self.whole] if self.whole is not None else [self.first, *self.steps[1:], self.check]
-        inner += [] if self.whole is not None or self.translate is None else [self.translate]
-        found = (*self.preparation, self.begin, *(one for step in inner for one in _single(step)), self.end)
+        inner += [] if self.whole is not None else [one for one in (self.translate, self.settle) if one is not None]
+        found = (*self.preparation, self.begin, *self.lay, *(one for step in inner for one in _single(step)), self.end)
         return list(dict.fromkeys(found))
 
     def run(self, inspect: Inspect, matrix: Tensor | None) -> None:
         """Launch everything but the preparation of the costs, and hand what was seen of the values to ``inspect``."""
         self.begin()
+        for one in self.lay:
+            one()
         if self.whole is None:
             self.alternate(inspect, matrix is not None)
             self.end()
@@ -178,26 +260,13 @@ class Loop:
                 report()
             if control.looked_at(k):
                 self.check(k)
+                if self.settle is not None:
+                    self.settle(k)
                 if polled is not None and all(polled.result()):
                     break
                 if polls:
                     polled = self.of_ends[0] if polled is not self.of_ends[0] else self.of_ends[1]
                     polled.begin(self.done)
-
-    def _steps(self, op: triton.Fused) -> tuple[Launch, tuple[Any, ...]]:
-        """The first column update; and what iteration 1, even and odd ones launch, as a tuple with places 1, 2, 3."""
-        rows, columns, most = triton.Update(op), triton.Update(op.T), self.control.max_iterations
-        state, v = (self.done, self.gaps, self.cycles, self.penalty), self.v
-        ends = (self.column_bias, self.ratio, *state)
-        begin = columns.bind(self.row_bias, v[1], self.log_b, v[1], *ends, 0, 1)
-        to_rows = (self.column_bias, self.u, self.log_a, self.u, self.row_bias, self.rest, *state, most)
-        forth, back = (columns.bind(self.row_bias, v[i], self.log_b, v[1 - i], *ends, most, 1, False) for i in (1, 0))
-        first = InTurn(rows.bind(*to_rows), forth)
-        if triton.Strips.fit(op):
-            strips = triton.Strips(op)
-            return begin, (None, first, strips.bind(self, v[0], v[1]), strips.bind(self, v[1], v[0]))
-        again = rows.bind(*to_rows, 0, False)
-        return begin, (None, first, InTurn(again, back), InTurn(again, forth))
 
     def _check(self, op: triton.Fused) -> Launch:
         from .triton_kernels import check
@@ -205,30 +274,27 @@ class Loop:
         columns, control, b = op.prepared.columns, self.control, self.given["b"]
         tensors = (
             self.ratio, b, self.done, self.iterations, self.outputs[3], self.gaps, self.cycles, self.outputs[5],
-            self.penalty, self.v[0], columns.half_norm,
+            self.penalty, self.v[0], self.lacks[1],
         )  # fmt: skip
         numbers = (
             0, control.max_iterations, control.check_every, control.looks, self.batch, control.tolerance,
             columns.length, columns.blocks, b.stride(0), control.squared, self.v[0].numel(),
         )  # fmt: skip
         variant, options = b.data_ptr() % 16, (("num_warps", 4),)
-        constants = (op.prepared.kind == triton.DOT, 1024)
+        constants = (self.lacking(op), 1024)
         return Launch(check, self.batch, (*tensors, *numbers), constants, options, variant, at=len(tensors))
 
-    def _translate(self, op: triton.Fused) -> Launch:
-        """What moves f up and g down before a look, where marginals may be missed."""
-        from .triton_kernels import translate
+    def _settle(self, op: triton.Fused) -> Launch:
+        """What relaxes columns after a look."""
+        from .triton_kernels import settle
 
-        rows, columns = op.prepared.rows, op.prepared.columns
+        columns, batch = op.prepared.columns, op.batch
         tensors = (
-            self.u, self.v[0], self.log_a, self.log_b, self.row_bias, self.column_bias, rows.half_norm,
-            columns.half_norm, self.penalty, self.done, self.cycles,
+            self.v[0], self.log_b, self.column_bias, self.gaps, self.cycles, op.new(2, batch), self.done,
         )  # fmt: skip
-        numbers = (
-            0, self.control.max_iterations, rows.length, columns.length, rows.blocks, columns.blocks, self.v[0].numel(),
-        )  # fmt: skip
-        constants = (op.prepared.kind == triton.DOT, 1024)
-        return Launch(translate, self.batch, (*tensors, *numbers), constants, (("num_warps", 4),), at=len(tensors))
+        numbers = (0, self.control.max_iterations, columns.blocks, batch, columns.length, self.v[0].numel())
+        options, programs = (("num_warps", 4),), columns.blocks * batch
+        return Launch(settle, programs, (*tensors, *numbers), (triton.BLOCK,), options, at=len(tensors))
 
     def _resident(self, op: triton.Fused, tile: triton.Tile) -> Launch:
         """The whole loop in one launch."""
@@ -291,7 +357,8 @@ def _single(step: Launch | InTurn) -> tuple[Launch, ...]:
     return (step.first, step.then) if isinstance(step, InTurn) else (step,)
 
 
-def _in_rows(weights: Tensor) -> Tensor:
+def in_rows(weights: Tensor) -> Tensor:
+    """Weights, those of a problem one after the other."""
     return weights if weights.stride(-1) == 1 else weights.contiguous()
 
 
@@ -339,15 +406,16 @@ def layout(op: triton.Fused, others: tuple[Tensor, ...], control: Control) -> An
 
 
 def solve(
-    op: triton.Fused, a: Tensor, b: Tensor, f: Tensor, control: Control, inspect: Inspect, reach: Tensor | None = None
+    op: triton.Fused, a: Tensor, b: Tensor, f: Tensor, control: Control, inspect: Inspect, reach: Tensor | None = None,
+    offsets: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a loop, in the buffers of an earlier one of the same layout if there is one."""
     penalty = None if reach is None else penalties(reach, op.exact_epsilon, control)
-    others = (op.exact_epsilon, a, b, f, *([] if penalty is None else [penalty]))
+    others = (op.exact_epsilon, a, b, f, *([] if penalty is None else [penalty]), *(offsets or ()))
     key = layout(op, others, control)
     loop = None if key is None else _kept.pop(key, None)
     if loop is None:
-        loop = Loop(op, a, b, f, control, penalty)
+        loop = Loop(op, a, b, f, control, penalty, offsets)
         outputs = loop.outputs
         loop.run(inspect, op.cost.matrix)
         if key is not None and loop.keep():
@@ -355,7 +423,7 @@ def solve(
             op.again = functools.partial(again, key, control.looks) if penalty is None else None
         return *outputs[:5], *outputs[5].unbind()
     outputs = new_outputs(op.batch, op.rows, op.columns, control.looks, op.device)
-    addresses = {name: part.data_ptr() for name, part in zip((*GIVEN, "penalty"), others, strict=False)}
+    addresses = {name: part.data_ptr() for name, part in zip((*GIVEN, "penalty", *OFFSETS), others, strict=False)}
     addresses |= {name: part.data_ptr() for name, part in zip(RESULTS, outputs, strict=True)}
     addresses |= {name: part.data_ptr() for name, part in zip("xyM", op.cost[:3], strict=True) if part is not None}
     try:

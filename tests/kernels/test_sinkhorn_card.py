@@ -12,10 +12,12 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from flashot_backends.kernels.sinkhorn import shapes, triton, triton_loop  # noqa: E402
+from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 from flashot_backends.ops import sinkhorn  # noqa: E402
 from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, repeat, softmin, solve  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, normal  # noqa: E402
 
+from .sinkhorn_loop_cases import as_the_host  # noqa: E402
 from .sinkhorn_triton_cases import (  # noqa: E402
     LAYOUTS,
     check,
@@ -342,6 +344,60 @@ def test_no_wait_for_the_host_between_iterations():
     finally:
         triton_loop.Fetch.begin = original
     assert len(fetched) == 1
+
+
+ALSO_STRIPS = [(301, 777), (3001, 2049)]
+
+
+@pytest.mark.parametrize("missed", [False, True], ids=["binding", "reach"])
+@pytest.mark.parametrize("size", ALSO_STRIPS, ids=str)
+@pytest.mark.parametrize("kind", ["matrix", 3, 64])
+def test_annealing(kind, size, missed, monkeypatch):
+    """Two problems with different numbers of stages, as the host's loop in float64."""
+    tensors, unit = problem(kind, *size, (2,))
+    epsilon = unit * torch.tensor([0.02, 0.2], dtype=torch.float64, device=CUDA)
+    options = {"epsilon": epsilon, "max_iterations": 121, "tolerance": 1e-4, "acceleration": "annealing", "slack": 1e-3}
+    options |= {"reach": (5.0 * unit, 20.0 * unit)} if missed else {}
+    costs = make_cost(tensors), make_cost([part.double() for part in tensors])
+    found = as_the_host(monkeypatch, "triton", costs, *uneven(*size, (2,), CUDA), **options)
+    assert len(set(found._state.stages.tolist())) == 2
+
+
+@pytest.mark.parametrize("often", [1, 10])
+@pytest.mark.parametrize("size", ALSO_STRIPS, ids=str)
+@pytest.mark.parametrize("kind", ["inner, 3", "inner, 64", "labels"])
+def test_terms_of_one_side_beside_a_reach(kind, size, often, monkeypatch):
+    d = 64 if kind == "inner, 64" else 3
+    (x, y), unit = problem(d, *size)
+    more = {"metric": "inner"}
+    if kind == "labels":
+        labels = (torch.arange(size[0], device=CUDA) % 4, torch.arange(size[1], device=CUDA) % 3)
+        more = {"labels": labels, "table": normal(4, 3, seed=8).abs().to(CUDA, torch.float32)}
+    wide = {name: part.double() if name == "table" else part for name, part in more.items()}
+    costs = PointCloud(x, y, **more), PointCloud(x.double(), y.double(), **wide)
+    a, b = uneven(*size, device=CUDA)
+    options = {"epsilon": 0.3 * unit, "reach": (unit, 4 * unit), "max_iterations": 31, "check_every": often}
+    options |= {"tolerance": 1e-4, "acceleration": "overrelaxation", "slack": 1e-3}
+    as_the_host(monkeypatch, "triton", costs, a, 1.3 * b, **options)
+
+
+@pytest.mark.parametrize("missed", [False, True], ids=["binding", "reach"])
+@pytest.mark.parametrize("size", ALSO_STRIPS, ids=str)
+@pytest.mark.parametrize("kind", ["matrix", 3, 64])
+def test_stages_wait_for_nobody(kind, size, missed):
+    tensors, epsilon = problem(kind, *size, (2,))
+    cost = Cost(None, None, *tensors) if kind == "matrix" else Cost(*tensors, None)
+    op = triton.operator(cost, torch.full((2,), 0.1 * epsilon, dtype=torch.float64, device=CUDA))
+    reach = torch.full((2, 2), epsilon, dtype=torch.float64, device=CUDA) if missed else None
+    given = (*uneven(*size, (2,), CUDA), torch.zeros(2, size[0], device=CUDA), 3, 4.0, 10, 0.07, reach)
+    wanted = op.anneal(*given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = op.anneal(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, wanted) and found.isfinite().all()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")

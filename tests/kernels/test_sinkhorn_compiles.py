@@ -16,7 +16,7 @@ import triton as compiler  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-from flashot_backends.kernels.sinkhorn import launch, triton, triton_kernels, triton_loop  # noqa: E402
+from flashot_backends.kernels.sinkhorn import launch, triton, triton_kernels, triton_loop, triton_stages  # noqa: E402
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 
 if launch.INTERPRETED:
@@ -68,7 +68,7 @@ def record(monkeypatch, card, cost, batch=1, precision="high", work=None):
         return lambda number=None: None
 
     monkeypatch.setattr(triton, "launch", note)
-    for module in (triton, triton_loop):
+    for module in (triton, triton_loop, triton_stages):
         monkeypatch.setattr(module, "Launch", note)
     monkeypatch.setattr(launch, "card_class", lambda device: card)
     operator = triton.Fused(cost, torch.ones(batch, dtype=torch.float64), precision)
@@ -190,6 +190,104 @@ def test_strips(monkeypatch, tmp_path, kind):
 @pytest.mark.parametrize("kind", [1, 3, 5, 8])
 def test_strips_of_every_length(monkeypatch, tmp_path, kind, columns):
     check_strips(monkeypatch, tmp_path, kind, columns)
+
+
+def stages(missed):
+    """Two stages of annealing, all that they launch."""
+    schedule = triton_stages.Schedule(2, 4.0, 10, 0.07)
+
+    def work(operator, f, g):
+        reach, offsets = (torch.ones(1, 2), (f, g)) if missed else (None, None)
+        triton_stages.Stages(operator, torch.ones_like(f), torch.ones_like(g), f, schedule, reach, offsets).run()
+
+    return work
+
+
+SOME = [("rows", True, False), (3, True, True), (64, False, True)]
+OTHERS = [("columns", False, False), (3, False, False), (3, True, False), (8, True, True), (8, True, False)]
+OTHERS = [pytest.param(*way, marks=pytest.mark.slow) for way in OTHERS]
+
+
+@pytest.mark.parametrize(("kind", "in_strips", "missed"), [*SOME, *OTHERS])
+def test_stages(monkeypatch, tmp_path, kind, in_strips, missed):
+    """Annealing has launches of its own, as lean as those of an iteration."""
+    monkeypatch.setattr(triton, "processors", lambda _: 132)
+    monkeypatch.setattr(triton.Strips, "fit", lambda op: in_strips)
+    work = stages(missed)
+    found = record(monkeypatch, "h200", cost_of(kind, 300 if in_strips else 6001, 10_000), work=work)
+    wanted = {"update", "enter", "leave"} | (set() if kind in ("rows", "columns") else {"prepare"})
+    wanted |= {"strip", "gather"} if in_strips else set()
+    assert {one.kernel.__name__ for one in found} == wanted | ({"translate", "lack"} if missed else set())
+    assert all(one.constants.get("STEADY", True) or one.constants.get("FIRST") is True for one in found)
+    for one in found:
+        name, first = one.kernel.__name__, one.constants.get("FIRST") is True
+        _, warps, together, _ = triton.Strips.SHAPES[triton.MATRIX if kind == "rows" else triton.FMA]
+        programs = together * warps // one.options["num_warps"] if name == "strip" else 1
+        allowed = SPILLED_EIGHT if name == "strip" and kind == 8 else SPILLED
+        check(one, tmp_path, programs, 2 * SPILLED if first else allowed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_strips"), [(4, True), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((8, True), (3, False)))]
+)
+def test_offsets_and_looks_at_every_iteration(monkeypatch, tmp_path, kind, in_strips):
+    """What a reach launches beside terms of one side, columns that wait for a look among it."""
+    monkeypatch.setattr(triton, "processors", lambda _: 132)
+    monkeypatch.setattr(triton.Strips, "fit", lambda op: in_strips)
+    control = triton_loop.Control(2, 0.0, 1, 0, 0.5)
+
+    def work(operator, f, g):
+        offsets = torch.zeros(1, operator.rows), torch.zeros(1, operator.columns)
+        weights = [part + 1 for part in offsets]
+        loop = triton_loop.Loop(operator, *weights, f, control, torch.zeros(1, 8), offsets)
+        loop.run(lambda seen: None, None)
+
+    found = record(monkeypatch, "h200", cost_of(kind, 300 if in_strips else 6001, 10_000), work=work)
+    names = {one.kernel.__name__ for one in found}
+    wanted = {"prepare", "start", "lack", "update", "translate", "check", "settle", "finish"}
+    assert names == wanted | ({"strip", "gather"} if in_strips else set())
+    for one in found:
+        strip = one.kernel.__name__ == "strip"
+        first = one.constants.get("FIRST") is True
+        check(one, tmp_path, 1, 2 * SPILLED if first else SPILLED_EIGHT if strip and kind == 8 else SPILLED)
+
+
+@pytest.mark.parametrize("in_strips", [False, True], ids=["streamed", "strips"])
+@pytest.mark.parametrize("way", ["stages", "reach", "offsets", "every iteration"])
+def test_what_is_compiled_together_is_all(monkeypatch, way, in_strips):
+    """The first annealed solve, and the first with a reach, start nothing that was not compiled side by side."""
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+    monkeypatch.setattr(triton.Strips, "fit", lambda op: in_strips)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(triton, "_ready", set())
+    together, alone, calls = set(), set(), []
+    target = [alone]
+
+    def first(self, number):
+        target[0].add((self.kernel.__name__, self.constants, self.options))
+
+    def compile_all(work):
+        calls.append(work)
+        target[0] = together
+        work()
+        target[0] = alone
+
+    monkeypatch.setattr(launch.Launch, "_start_first", first)
+    monkeypatch.setattr(triton, "compile_together", compile_all)
+    operator = triton.Fused(cost_of(3, 300), torch.ones(1, dtype=torch.float64))
+    a, b, f = torch.ones(1, 300), torch.ones(1, 300), torch.zeros(1, 300)
+    reach = torch.ones(1, 2)
+    if way == "stages":
+        operator.anneal(a, b, f, 3, 4.0, 10, 0.07, reach)
+    else:
+        every = 1 if way == "every iteration" else 4
+        more = (reach, (a, b)) if way == "offsets" else (reach,)
+        operator.iterate(a, b, f, 9, 0.0, every, "l1", 0.5, lambda seen: None, *more)
+    assert len(calls) == 1
+    assert together == alone and len(alone) > 5
 
 
 def test_launchers_are_built_from_types():

@@ -40,19 +40,29 @@ def tensors(kind, n, m, seed):
 
 
 def addresses(cost, others, outputs):
-    named = [*zip((*triton_loop.GIVEN, "penalty"), others, strict=False)]
+    named = [*zip((*triton_loop.GIVEN, "penalty", *triton_loop.OFFSETS), others, strict=False)]
     named += [*zip(triton_loop.RESULTS, outputs, strict=True), *zip("xyM", cost[:3], strict=True)]
     return {name: part.data_ptr() for name, part in named if part is not None}
 
 
 @pytest.mark.parametrize("size", [(40, 50), (400, 500)], ids=["resident", "streamed"])
-@pytest.mark.parametrize("missed", [False, True], ids=["binding", "reach"])
-@pytest.mark.parametrize("kind", ["matrix", 2, 64])
-def test_only_what_was_given_changes(started, kind, missed, size):
-    control = triton_loop.Control(12, 0.0, 5, 0, 1.0)
+@pytest.mark.parametrize(
+    ("kind", "missed", "every"),
+    [(kind, missed, 5) for kind in ("matrix", 2, 64) for missed in ("binding", "reach")]
+    + [(2, "offsets", 5), (64, "offsets", 1), ("matrix", "reach", 1)],
+)
+def test_only_what_was_given_changes(started, kind, missed, every, size):
+    control = triton_loop.Control(12, 0.0, every, 0, 0.3 if every == 1 else 1.0)
+
+    def more():
+        penalty = () if missed == "binding" else (torch.rand(1, 8),)
+        return penalty + tuple(torch.rand(1, count) for count in (size if missed == "offsets" else ()))
+
     cost, others = tensors(kind, *size, seed=0)
-    others += (torch.rand(1, 8),) if missed else ()
-    loop = triton_loop.Loop(triton.Fused(cost, others[0]), *others[1:4], control, *others[4:])
+    others += more()
+    given = (*others[1:4], control, *others[4:5], *([others[5:]] if missed == "offsets" else []))
+    loop = triton_loop.Loop(triton.Fused(cost, others[0]), *given)
+    assert (getattr(loop, "settle", None) is not None) == (every == 1)
     outputs, parts = loop.outputs, set(addresses(cost, others, loop.outputs).values())
     loop.run(lambda seen: None, cost.matrix)
     first = list(started.log)
@@ -62,7 +72,7 @@ def test_only_what_was_given_changes(started, kind, missed, size):
     assert not any(part is kept for kept in loop.kept for part in (*cost[:3], *others, *outputs) if part is not None)
 
     other_cost, other_others = tensors(kind, *size, seed=1)
-    other_others += (torch.rand(1, 8),) if missed else ()
+    other_others += more()
     other_outputs = triton_loop.new_outputs(1, *size, control.looks, torch.device("cpu"))
     started.log.clear()
     wanted = addresses(other_cost, other_others, other_outputs)

@@ -58,9 +58,9 @@ class Control(NamedTuple):
         return asked or (self.acceleration == "auto" and self.tolerance > 0)
 
     @property
-    def on_device(self) -> bool:
-        """Whether a kernel's own loop may run it: annealing needs another preparation of the costs for every ε."""
-        return self.acceleration != "annealing"
+    def anneals(self) -> bool:
+        """Whether stages under larger ε come first."""
+        return self.acceleration == "annealing"
 
     @property
     def first_gap(self) -> float:
@@ -114,6 +114,68 @@ def _names(backend: str) -> str | tuple[str, ...] | None:
     return names[0] if names is not None and len(names) == 1 else names
 
 
+class Missed(NamedTuple):
+    """What it costs to miss marginals: the reaches (B, 2) of rows and columns, infinite where balanced, and the cost's
+    terms of its row (B, n) or its column (B, m) alone, if there are such."""
+
+    reach: Tensor
+    offsets: tuple[Tensor, Tensor] | None
+
+    def select(self, index: Tensor | slice) -> Missed:
+        """Of some problems."""
+        offsets = self.offsets
+        return Missed(self.reach[index], None if offsets is None else (offsets[0][index], offsets[1][index]))
+
+
+def on_device(
+    operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, inspect: Callable[[dict[str, float]], None],
+    missed: Missed | None = None,
+) -> State | None:
+    """``iterate`` by the loop that a kernel has of its own, or None if it has none that serves this."""
+    hard = control.anneals or (missed is not None and (missed.offsets is not None or control.check_every == 1))
+    if hard and not operator.whole_loop:
+        return None
+    if missed is not None:
+        a, b = without_the_unreachable(operator, a, b)
+    if control.anneals:
+        return _annealed(operator, a, b, f, control, inspect, missed)
+    found = operator.iterate(a, b, f, *control[:4], control.first_gap, inspect, *_missed(missed))
+    return None if found is None else State(*(*found, torch.zeros_like(found[2])))
+
+
+def _missed(missed: Missed | None) -> tuple[Any, ...]:
+    """As a kernel takes it."""
+    if missed is None:
+        return (None,)
+    return (missed.reach,) if missed.offsets is None else tuple(missed)
+
+
+def _annealed(
+    operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, inspect: Callable[[dict[str, float]], None],
+    missed: Missed | None,
+) -> State:
+    """Stages, then the rest of the iterations; together go problems with equally many stages."""
+    stages, out = _stages(operator, control), _blank(operator, control)
+    counts = stages.unique().tolist()
+    for count in counts:
+        index: Any = slice(None) if len(counts) == 1 else (stages == count).nonzero()[:, 0].to(f.device)
+        part = operator if len(counts) == 1 else operator.select(index)
+        given, some = (a[index], b[index]), missed and missed.select(index)
+        start, spent = f[index], STAGE_ITERATIONS * count
+        if count:
+            gap = float(acceleration.stage_gap())
+            how = count, acceleration.STAGE_FACTOR, STAGE_ITERATIONS, gap
+            start = part.anneal(*given, start, *how, *_missed(some))
+        limit = control.max_iterations - spent
+        found = part.iterate(*given, start, limit, *control[1:4], control.first_gap, inspect, *_missed(some))
+        for table, value in zip(out, (*found[:2], found[2] + spent, *found[3:5]), strict=False):
+            table[index] = value
+        for table, value in zip((out.errors, out.gaps), found[5:], strict=True):
+            table[index, : value.shape[1]] = value
+        out.stages[index] = count
+    return out
+
+
 def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, penalty: Penalty | None = None) -> State:
     """Alternate from the row potentials ``f``: columns, then rows, so that rows are exact at the end.
 
@@ -128,7 +190,7 @@ def iterate(operator: Any, a: Tensor, b: Tensor, f: Tensor, control: Control, pe
 
 def _stages(operator: Any, control: Control) -> Tensor:
     """How many stages of annealing each problem begins with."""
-    if operator.batch == 0 or control.acceleration != "annealing":
+    if operator.batch == 0 or not control.anneals:
         return torch.zeros(operator.batch, dtype=torch.int64)
     return acceleration.stages(acceleration.deviation(operator.cost), operator.exact_epsilon, control.max_iterations)
 

@@ -13,7 +13,7 @@ from . import formulas, solver, unrolled
 from .metrics import summed
 from .problem import check_values, inspect_values
 from .streamed import StreamedOp, cost_gradients, fake_cost, given
-from .unbalanced import make_penalty, without_the_unreachable
+from .unbalanced import make_penalty
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
@@ -92,15 +92,13 @@ def outcome(
     values = (x, y, a, b, epsilon, reach)
     operator = operator_of(x, y, epsilon, *kernel)
     look: Callable[[dict[str, float]], None] = partial(inspect_values, *values)
-    if reach is not None or not control.on_device:
+    if reach is not None or control.anneals:
         check_values(*values)
         look = _nothing_to_see
-    whole = None
-    if control.on_device and alpha is None and beta is None and (reach is None or control.check_every > 1):
-        weights = (a, b) if reach is None else without_the_unreachable(operator, a, b)
-        whole = operator.iterate(*weights, f, *control[:4], control.first_gap, look, reach)
-    if whole is not None:
-        return (*whole, torch.zeros_like(whole[2])), operator.again
+    missed = None if reach is None else solver.Missed(reach, None if alpha is None else (alpha, beta))
+    found = solver.on_device(operator, a, b, f, control, look, missed)
+    if found is not None:
+        return tuple(found), None if control.anneals else operator.again
     if look is not _nothing_to_see:
         check_values(*values)
     penalty = make_penalty(reach, alpha, beta, operator.dtype)

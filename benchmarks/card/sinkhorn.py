@@ -1,0 +1,182 @@
+"""Sinkhorn's own loop on one CUDA card: errors against float64 beside the host's loop, times of an iteration, strips.
+
+python benchmarks/card/sinkhorn.py [check] [time] [strips]   (default: all; about two minutes)
+
+`check`   annealing, a reach with terms of one side, looks at every iteration: by the card's own loop and steered by the
+          host, both in float32, from the host's loop in float64.
+`time`    milliseconds of an iteration and of a whole solve, the card's own loop and the host's.
+`strips`  milliseconds of an iteration with rows in registers (one exponential for both updates) and without, in shapes
+          that were never timed: 12 289 to 16 384 columns of five to eight coordinates, and with a reach. Where strips
+          lose, ``triton.Strips.fit`` is to refuse them.
+
+SECONDS_LEFT in the environment is when to stop: what would take longer is left out, and says so.
+"""
+
+import contextlib
+import os
+import sys
+import time
+
+START, SECONDS = time.time(), float(os.environ.get("SECONDS_LEFT", "600"))
+
+import torch
+
+from flashot_backends.kernels.sinkhorn import triton, triton_loop
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, repeat, solve
+
+DEVICE = "cuda"
+ANNEAL = {"acceleration": "annealing", "tolerance": 1e-4, "max_iterations": 600}
+RELAX = {"acceleration": "overrelaxation", "tolerance": 1e-5, "max_iterations": 400}
+
+
+def say(*parts):
+    print(f"[{time.time() - START:5.1f}]", *parts, flush=True)
+
+
+def time_for(seconds, what):
+    if time.time() - START + seconds < SECONDS:
+        return True
+    say("no time for", what)
+    return False
+
+
+def cloud(n, d, seed, batch=()):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.rand(*batch, n, d, device=DEVICE, generator=generator, dtype=torch.float64)
+
+
+def make(kind, n, m, dtype, batch=()):
+    """A cost, by the number of coordinates or a name: "matrix", "inner", "labels"."""
+    d = kind if isinstance(kind, int) else 3
+    x, y = (part.to(dtype) for part in (cloud(n, d, 0, batch), cloud(m, d, 1, batch)))
+    if kind == "matrix":
+        return DenseCost(torch.cdist(x.double(), y.double()).square().to(dtype))
+    if kind == "labels":
+        labels = torch.arange(n, device=DEVICE) % 4, torch.arange(m, device=DEVICE) % 3
+        return PointCloud(x, y, labels=labels, table=cloud(4, 3, 2).to(dtype))
+    return PointCloud(x, y, metric="inner" if kind == "inner" else "sqeuclidean")
+
+
+@contextlib.contextmanager
+def steered(by_host):
+    """Whether the host steers what the card could."""
+    before, triton.Fused.whole_loop = triton.Fused.whole_loop, not by_host
+    try:
+        yield
+    finally:
+        triton.Fused.whole_loop = before
+
+
+CHECKS = [  # name, kind, ε of a coordinate, options
+    ("annealing, 3 coordinates", 3, 1e-3, ANNEAL),
+    ("annealing, 64 coordinates", 64, 1e-3, ANNEAL),
+    ("annealing, a matrix", "matrix", 1e-3, ANNEAL),
+    ("annealing, a reach", 3, 1e-3, ANNEAL | {"reach": (0.5, 2.0)}),
+    ("annealing, inner, a reach", "inner", 1e-3, ANNEAL | {"reach": 1.0}),
+    ("inner, a reach", "inner", 0.02, RELAX | {"reach": (0.5, 2.0)}),
+    ("labels, a reach", "labels", 0.02, RELAX | {"reach": (0.5, 2.0)}),
+    ("every iteration looked at", 3, 0.02, RELAX | {"reach": (0.5, 2.0), "check_every": 1}),
+    ("every iteration, labels", "labels", 0.02, RELAX | {"reach": (0.5, 2.0), "check_every": 1}),
+]
+
+
+def check():
+    """Iterations, error, and how far potentials are from float64's, in ε."""
+    for n, m in ((400, 500), (3000, 3500)):
+        for name, kind, epsilon, options in CHECKS:
+            if not time_for(6, f"checking {name}"):
+                return
+            options = options | {"epsilon": epsilon * (kind if isinstance(kind, int) else 3)}
+            wanted = solve(make(kind, n, m, torch.float64), **options)
+            row = [f"{n} x {m}, {name}: float64 {int(wanted.iterations)} iterations, error {float(wanted.error):.1e}"]
+            for who, by_host in (("card", False), ("host", True)):
+                with steered(by_host):
+                    found = solve(make(kind, n, m, torch.float32), backend="triton", **options)
+                f, g = found.f.double() - wanted.f, found.g.double() - wanted.g
+                shift = 0.0 if "reach" in options else f.mean()
+                away = max(float((f - shift).abs().max()), float((g + shift).abs().max())) / options["epsilon"]
+                row.append(f"{who} {int(found.iterations)}, {float(found.error):.1e}, {away:.1e} ε off")
+            say("; ".join(row))
+
+
+def forget():
+    """Loops and layouts of earlier solves, which may have been told to run otherwise."""
+    triton_loop._kept.clear()
+    repeat._plans.clear()
+
+
+def milliseconds(run, calls=3):
+    """Of one call; the best of some."""
+    run()
+    best = float("inf")
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 1e3 * best
+
+
+def iteration(cost, more=100, **options):
+    """Milliseconds of one iteration: what ``more`` of them take longer than ten."""
+    forget()
+    few, many = (
+        milliseconds(lambda: solve(cost, tolerance=0, backend="triton", max_iterations=count, **options))  # noqa: B023
+        for count in (10, 10 + more)
+    )
+    return (many - few) / more
+
+
+TIMES = [  # name, kind, n, ε, options
+    ("annealing, 3 coordinates", 3, 10_000, 3e-3, ANNEAL | {"tolerance": 0, "max_iterations": 200}),
+    ("annealing, 64 coordinates", 64, 10_000, 64e-3, ANNEAL | {"tolerance": 0, "max_iterations": 200}),
+    ("annealing, 1 000 points", 3, 1000, 3e-3, ANNEAL | {"tolerance": 0, "max_iterations": 200}),
+    ("inner, a reach", "inner", 10_000, 0.06, RELAX | {"tolerance": 0, "max_iterations": 100, "reach": (0.5, 2.0)}),
+    ("labels, a reach", "labels", 10_000, 0.06, RELAX | {"tolerance": 0, "max_iterations": 100, "reach": 1.0}),
+    ("every iteration looked at", 3, 10_000, 0.06,
+     RELAX | {"tolerance": 0, "max_iterations": 100, "reach": 1.0, "check_every": 1}),
+]  # fmt: skip
+
+
+def times():
+    """A whole solve, and that over its iterations."""
+    for name, kind, n, epsilon, options in TIMES:
+        if not time_for(8, f"timing {name}"):
+            return
+        cost, row = make(kind, n, n, torch.float32), [f"{n} points, {name}, {options['max_iterations']} iterations"]
+        for who, by_host in (("card", False), ("host", True)):
+            forget()
+            with steered(by_host):
+                run = lambda: solve(cost, epsilon=epsilon, backend="triton", **options)  # noqa: B023, E731
+                found = milliseconds(run, 1 if by_host else 3)
+            row.append(f"{who} {found:.2f} ms, {found / options['max_iterations']:.4f} an iteration")
+        say("; ".join(row))
+
+
+def strips():
+    """With and without rows in registers."""
+    fit, cases = triton.Strips.fit, []
+    cases += [(d, 10_000, m, {}) for d in (5, 6, 7, 8) for m in (12_289, 14_336, 16_384)]
+    cases += [(kind, 10_000, m, {"reach": (0.5, 2.0)}) for kind in (1, 3, 5, 8, "matrix") for m in (10_000, 16_384)]
+    cases += [(kind, 10_000, 10_000, {"reach": (0.5, 2.0)}) for kind in ("inner", "labels")]
+    for kind, n, m, options in cases:
+        if not time_for(4, f"strips of {kind}, {m} columns"):
+            return
+        cost, found = make(kind, n, m, torch.float32), []
+        for with_strips in (True, False):
+            triton.Strips.fit = fit if with_strips else classmethod(lambda cls, op: False)
+            try:
+                found.append(iteration(cost, epsilon=0.05 * (kind if isinstance(kind, int) else 3), **options))
+            finally:
+                triton.Strips.fit = fit
+        what = f"{kind}, {n} x {m}{', a reach' if options else ''}"
+        say(f"{what}: strips {found[0]:.4f} ms, two passes {found[1]:.4f}{', STRIPS LOSE' if found[0] > found[1] else ''}")
+
+
+PARTS = {"check": check, "time": times, "strips": strips}
+if __name__ == "__main__":
+    say(torch.cuda.get_device_name(), torch.__version__)
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()
+    forget()
