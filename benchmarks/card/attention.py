@@ -1,7 +1,8 @@
 """JAX attention and MaxSim on one CUDA card: errors against float64, times against plain JAX, parts, launch shapes.
 
-python benchmarks/card/attention.py [check] [bench] [parts] [long] [band] [maxsim]   (default: all; about two minutes)
+python benchmarks/card/attention.py [check] [bench] [parts] [long] [memory] [band] [maxsim] [quick]   (default: all)
 
+About two minutes; `memory` another. `quick`: tiny sizes, on a CPU where there is no card, to see that it runs.
 SECONDS_LEFT in the environment is when to stop: what would take longer is left out, and says so.
 """
 
@@ -24,7 +25,11 @@ from flashot_backends.kernels.attention.pairs import Pairs
 from flashot_backends.ops.attention import DustbinScore, DustbinToken, sinkhorn_attention
 from flashot_backends.ops.maxsim.jax_ops import maxsim
 
-FULL = {"base_steps": 15, "tail_steps": 2}
+QUICK = "quick" in sys.argv or bool(os.environ.get("QUICK"))
+CARD = jax.default_backend() == "gpu"
+KERNEL = "chunked" if QUICK and not CARD else "pallas_gpu"
+pallas_gpu.interpret = QUICK and not CARD  # `parts` calls kernels where no array asks for them
+FULL = {"base_steps": 1 if QUICK else 15, "tail_steps": 2}
 FEW = {"base_steps": 3}  # for errors: float64 in plain JAX takes long to compile
 CASES = [  # name, queries, keys, options, dustbin, features
     ("dense", 300, 300, FEW, None, 64),
@@ -47,8 +52,13 @@ def say(*parts):
     print(f"[{time.time() - START:5.1f}]", *parts, flush=True)
 
 
+def at_most(length):
+    """A number of tokens, small ones to see that a script runs."""
+    return min(length, 48) if QUICK else length
+
+
 def time_for(seconds, what):
-    if time.time() - START + seconds < SECONDS:
+    if QUICK or time.time() - START + seconds < SECONDS:
         return True
     say("no time for", what)
     return False
@@ -68,8 +78,8 @@ def relative(got, wanted):
 def milliseconds(function, *arguments, calls=10):
     """Of one call among several that wait for nothing; the best of three."""
     jax.block_until_ready(function(*arguments))
-    best = np.inf
-    for _ in range(3):
+    best, calls = np.inf, 1 if QUICK else calls
+    for _ in range(1 if QUICK else 3):
         start = time.perf_counter()
         jax.block_until_ready([function(*arguments) for _ in range(calls)])
         best = min(best, (time.perf_counter() - start) / calls)
@@ -92,7 +102,7 @@ def with_gradients(function):
 
 
 def ours(**options):
-    return functools.partial(sinkhorn_attention, backend="pallas_gpu", **{**FULL, **options})
+    return functools.partial(sinkhorn_attention, backend=KERNEL, **{**FULL, **options})
 
 
 def plain(q, k, v):
@@ -105,7 +115,7 @@ def plain(q, k, v):
     def columns(u):
         return -jax.nn.logsumexp(scores + u[:, :, None], 1)
 
-    w = jax.lax.fori_loop(0, 15, lambda _, w: columns(rows(w)), jnp.zeros(k.shape[:2], jnp.float32))
+    w = jax.lax.fori_loop(0, FULL["base_steps"], lambda _, w: columns(rows(w)), jnp.zeros(k.shape[:2], jnp.float32))
     w = jax.lax.stop_gradient(w - w.mean(1, keepdims=True))
     for _ in range(2):
         u = rows(w)
@@ -116,7 +126,7 @@ def plain(q, k, v):
 
 def check():
     """Output and all gradients against float64 on the same rounded inputs, relative to each one's norm."""
-    for name, length, keys, options, kind, features in CASES:
+    for name, length, keys, options, kind, features in CASES[3:4] if QUICK else CASES:
         for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)):
             if not time_for(8, f"{name} {dtype.__name__}"):
                 return
@@ -127,7 +137,7 @@ def check():
             wide = tuple(value.astype(jnp.float64) for value in values)
             got, wanted = (
                 gradients(backend, options, kind, given)
-                for backend, given in (("pallas_gpu", values), ("reference", wide))
+                for backend, given in ((KERNEL, values), ("reference", wide))
             )
             errors = [relative(one, other) for one, other in zip(got, wanted, strict=True) if np.abs(other).max() > 0]
             say("good" if max(errors) < tolerance else "BAD", name, dtype.__name__, *(f"{e:.1e}" for e in errors))
@@ -145,7 +155,7 @@ def gradients(backend, options, kind, values):
 
 def bench():
     """PERFORMANCE's row: 8 problems of 4 096 tokens, 64 features, bfloat16, against plain JAX under jit."""
-    q, k, v = tokens(8, 4096, 64, jnp.bfloat16)
+    q, k, v = tokens(8, at_most(4096), 64, jnp.bfloat16)
     for name, function in (("ours", ours()), ("plain", plain)):
         for kind, run, arguments in (
             ("forward", function, (q, k, v)),
@@ -162,13 +172,14 @@ def bench():
     ):
         if not time_for(5, f"{problems} × {length} × {features} {dtype.__name__}"):
             return
-        q, k, v = tokens(problems, length, features, dtype)
+        q, k, v = tokens(problems, at_most(length), features, dtype)
         program, _ = compiled(with_gradients(ours()), q, k, v, v)
         say(f"ours both {problems} × {length} × {features} {dtype.__name__} {milliseconds(program, q, k, v, v):.3f} ms")
 
 
 def one_launch(which, dtype, blocks, window=None, length=4096, problems=8):
     """Microseconds of one kernel inside a loop on the device; blocks: a launch shape to try, or None."""
+    problems, length = (1, 128) if QUICK else (problems, length)
     q, k, v = tokens(problems, length, 64, dtype)
     w = jnp.full((problems, length), -np.log(length) / 2, jnp.float32)
     terms = jnp.ones((problems, length, 4), jnp.float32)
@@ -190,17 +201,18 @@ def one_launch(which, dtype, blocks, window=None, length=4096, problems=8):
     chosen = pallas_gpu.gpu_blocks
     pallas_gpu.gpu_blocks = chosen if blocks is None else lambda *_: blocks
     try:
-        return (milliseconds(run, 60, calls=1) - milliseconds(run, 10, calls=1)) / 50 * 1e3
+        few, many = (1, 2) if QUICK else (10, 60)
+        return (milliseconds(run, many, calls=1) - milliseconds(run, few, calls=1)) / (many - few) * 1e3
     finally:
         pallas_gpu.gpu_blocks = chosen
 
 
 def parts():
-    for which in ("half", "vector", "apply", "pull"):
+    for which in ("half", "vector", "apply", "pull")[: 1 if QUICK else None]:
         times = (f"{dtype.__name__} {one_launch(which, dtype, None):.1f} µs" for dtype in (jnp.bfloat16, jnp.float32))
         say(which, *times)
-    for (which, dtype), shapes in SHAPES.items():
-        found = {shape: one_launch(which, dtype, tuple(map(int, shape.split(",")))) for shape in shapes.split()}
+    for (which, dtype), shapes in list(SHAPES.items())[: 1 if QUICK else None]:
+        found = {shape: one_launch(which, dtype, tuple(map(int, shape.split(",")))) for shape in shapes.split()[: 2 if QUICK else None]}
         say(which, dtype.__name__, *(f"{shape}: {time:.1f}" for shape, time in found.items()))
 
 
@@ -208,7 +220,7 @@ def long():
     for problems in (1, 8):
         if not time_for(10, f"{problems} × 65 536"):
             return
-        q, k, v = tokens(problems, 65536, 64, jnp.bfloat16)
+        q, k, v = tokens(problems, at_most(65536), 64, jnp.bfloat16)
         program, how = compiled(with_gradients(ours()), q, k, v, v)
         say(f"ours {problems} × 65 536: {milliseconds(program, q, k, v, v, calls=1):.0f} ms,", how)
         try:
@@ -217,17 +229,35 @@ def long():
             say("plain:", type(error).__name__, str(error)[:100])
 
 
+def memory():
+    """MiB beside inputs and results, against the number of tokens; and milliseconds of ours."""
+    for length in (4096, 8192, 16384, 32768, 65536):
+        if not time_for(8, f"memory at {length}"):
+            return
+        q, k, v = tokens(1, at_most(length), 64, jnp.bfloat16)
+        program, how = compiled(with_gradients(ours()), q, k, v, v)
+        took = milliseconds(program, q, k, v, v, calls=1)
+        say(f"memory, {length} tokens, ours: {how}, {took:.1f} ms, inputs and results {7 * q.nbytes / 2**20:.0f} MiB")
+        try:
+            say(f"memory, {length} tokens, plain:", compiled(with_gradients(plain), q, k, v, v)[1])
+        except Exception as error:
+            say(f"memory, {length} tokens, plain:", type(error).__name__, str(error)[:100])
+
+
 def band():
-    q, k, v = tokens(8, 16384, 64, jnp.bfloat16)
-    for window in (128, 512, 2048, None):
+    q, k, v = tokens(8, at_most(16384), 64, jnp.bfloat16)
+    for window in (64, 128, 256, 512, 1024, 2048, 4096, None):
         if not time_for(5, f"window {window}"):
             return
         program, _ = compiled(with_gradients(ours(window=window)), q, k, v, v)
-        say(f"window {window}: {milliseconds(program, q, k, v, v, calls=3):.2f} ms")
+        took = milliseconds(program, q, k, v, v, calls=3)
+        say(f"window {window}: {took:.2f} ms" + (f", {1e3 * took / window:.1f} us for each of W" if window else ""))
 
 
 def score():
     for queries, documents, dtype in ((64, 256, jnp.bfloat16), (32, 32, jnp.bfloat16), (64, 256, jnp.float32)):
+        if QUICK:
+            queries, documents = 2, 3
         if not time_for(6, f"maxsim {queries} × {documents} {dtype.__name__}"):
             return
         q = jax.random.normal(jax.random.key(1), (queries, 32, 128), dtype)
@@ -239,7 +269,7 @@ def score():
             return scores, pull(jnp.cos(scores))
 
         times = []
-        for backend in ("pallas_gpu", "chunked"):
+        for backend in (KERNEL, "chunked"):
             program, _ = compiled(functools.partial(train, backend=backend), q, d)
             times.append(f"{backend} {milliseconds(program, q, d) * 1e3:.0f} µs")
         say(f"maxsim {queries} × {documents} {dtype.__name__}, with gradients:", *times)
@@ -247,6 +277,8 @@ def score():
 
 if __name__ == "__main__":
     say(jax.__version__, jax.devices())
-    everything = {"check": check, "bench": bench, "parts": parts, "long": long, "band": band, "maxsim": score}
-    for name in sys.argv[1:] or everything:
+    everything = {
+        "check": check, "bench": bench, "parts": parts, "long": long, "memory": memory, "band": band, "maxsim": score
+    }
+    for name in [word for word in sys.argv[1:] if word != "quick"] or everything:
         everything[name]()

@@ -3,6 +3,7 @@
 python benchmarks/card/divergence.py [check] [ot] [host] [table] [first] [million]   (default: these; about 90 seconds)
 python benchmarks/card/divergence.py [tune] [far] [train]                            (about a minute each)
 
+`quick` beside any but `first`, `tune` and `far`: tiny sizes, on a CPU where there is no card, to see that it runs.
 SECONDS_LEFT in the environment is when to stop: parts that would take longer are left out, and say so.
 """
 
@@ -14,6 +15,7 @@ import tempfile
 import time
 
 START, SECONDS = time.time(), float(os.environ.get("SECONDS_LEFT", "600"))
+QUICK = "quick" in sys.argv or bool(os.environ.get("QUICK"))
 FRESH = """
 import time
 marks = [time.perf_counter()]
@@ -54,7 +56,7 @@ def say(*parts):
 
 
 def time_for(seconds, what):
-    if time.time() - START + seconds < SECONDS:
+    if QUICK or time.time() - START + seconds < SECONDS:
         return True
     say("no time for", what)
     return False
@@ -70,7 +72,8 @@ def first():
     say(done.stdout, done.stderr[-600:])
 
 
-WANTED = sys.argv[1:] or ["check", "ot", "host", "table", "first", "million"]
+WANTED = [word for word in sys.argv[1:] if word != "quick"]
+WANTED = WANTED or ["check", "ot", "host", "table", *([] if QUICK else ["first"]), "million"]
 if WANTED == ["first"]:
     first()
     sys.exit()
@@ -85,18 +88,37 @@ from geomloss import SamplesLoss, ot
 from flashot_backends.kernels.sinkhorn import blocks, far, launch, triton_symmetric
 from flashot_backends.ops.divergence import again
 
-DEVICE = "cuda"
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA or not QUICK else "cpu"
+
+
+class Nothing:
+    """Stands for torch.cuda where a CPU shows that this runs."""
+
+    elapsed_time = staticmethod(lambda _: 1.0)
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self if name == "Event" else 0
+
+
+card = torch.cuda if CUDA or not QUICK else Nothing()
 FLOOR = 3e-6  # an error that is never too large, where tensorized happens to have none
 
 
 def cloud(B, n, d, seed):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator, n = torch.Generator(DEVICE).manual_seed(seed), few(n)
     shape = (B, n, d) if B else (n, d)
     return torch.rand(*shape, device=DEVICE, generator=generator, dtype=torch.float64)
 
 
+def few(count):
+    """A number of points or repetitions, small ones to see that a script runs."""
+    return min(count, 20) if QUICK else count
+
+
 def problem(B, n, m, d, seed=0, spread=1.0):
     """a, x, b, y in float32."""
+    n, m = few(n), few(m)
     x, y = spread * cloud(B, n, d, seed), spread * (0.8 * cloud(B, m, d, seed + 100) + 0.1)
     a, b = cloud(B, n, 1, seed + 200)[..., 0] + 0.1, cloud(B, m, 1, seed + 300)[..., 0] + 0.1
     return [part.float() for part in (a / a.sum(-1, keepdim=True), x, b / b.sum(-1, keepdim=True), y)]
@@ -142,7 +164,7 @@ def check():
     judge = Judge()
     grid = [(*options, 700, 900, 3, 0.05) for options in itertools.product((1, 2), (None, 0.3), (True, False), (0, 3))]
     grid += [(2, 0.3, True, 0, 600, 500, 8, 0.3), (2, None, True, 3, 600, 500, 8, 0.3)]
-    for (p, reach, debias, B, n, m, d, blur), seed in itertools.product(grid, (0, 1)):
+    for (p, reach, debias, B, n, m, d, blur), seed in itertools.product(grid[:: 5 if QUICK else 1], (0, 1)):
         losses = both(p=p, reach=reach, debias=debias, blur=blur)
         label = f"p={p} reach={reach} debias={debias} B={B} d={d} seed={seed}"
         inputs = problem(B, n, m, d, seed, 1 + 1.5 * seed)
@@ -164,10 +186,13 @@ def check():
     loss, z = both()[0], x.clone().requires_grad_()
     earlier = loss(z, y)
     held = earlier.detach().clone()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    if QUICK:
         other = loss(z, y)
-    torch.cuda.synchronize()
+    else:
+        with card.stream(card.Stream()):
+            card.current_stream().wait_stream(card.default_stream())
+            other = loss(z, y)
+    card.synchronize()
     loss(2 * z, y)
     say("an earlier value stays:", bool(earlier == held), "and another stream agrees:", bool(other == held))
     for name in ("energy", "gaussian", "laplacian"):
@@ -225,26 +250,28 @@ def check_ot():
 def bench(fn, repetitions=15):
     """Milliseconds of one call from an idle queue (median, best) and queued (best of three), and peak memory in MB."""
     fn()
-    torch.cuda.synchronize()
+    card.synchronize()
     start = time.time()
     fn()
-    torch.cuda.synchronize()
+    card.synchronize()
     second = time.time() - start
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
+    card.reset_peak_memory_stats()
+    base = card.memory_allocated()
 
     def timed(calls):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = card.Event(enable_timing=True), card.Event(enable_timing=True)
         begin.record()
         for _ in range(calls):
             fn()
         end.record()
-        torch.cuda.synchronize()
+        card.synchronize()
         return begin.elapsed_time(end) / calls
 
+    if QUICK:
+        return 1e3 * second, 1e3 * second, 1e3 * second, 0
     ones = sorted(timed(1) for _ in range(max(2, min(repetitions, int(1.5 / second)))))
     queued = min(timed(max(1, min(20, int(1 / second)))) for _ in range(3 if second < 0.1 else 1))
-    return ones[len(ones) // 2], ones[0], queued, (torch.cuda.max_memory_allocated() - base) / 2**20
+    return ones[len(ones) // 2], ones[0], queued, (card.max_memory_allocated() - base) / 2**20
 
 
 def step(loss, x, y):
@@ -277,15 +304,15 @@ def table():
             one, best, queued, peak = bench(fn)
             text = "" if exact is None else " ".join(f"{error(f, e):.1e}" for f, e in zip(fn(), exact, strict=True))
             say(f"B={B} n={n} d={d} {name:10s} one call {one:.3f} (best {best:.3f}), queued {queued:.3f} ms, {peak:.0f} MB; {text}")
-            torch.cuda.empty_cache()
+            card.empty_cache()
 
 
 def host():
     """Microseconds of the host alone: nothing waits for the card."""
     for B, n in ((0, 1000), (16, 1000), (0, 10000)):
         x, y, loss, rows = cloud(B, n, 3, 1).float(), cloud(B, n, 3, 2).float(), both()[0], []
-        for _ in range(120):
-            torch.cuda.synchronize()
+        for _ in range(71 if QUICK else 120):
+            card.synchronize()
             marks = [time.perf_counter()]
             z = x.detach().requires_grad_()
             value = loss(z, y)
@@ -294,7 +321,7 @@ def host():
             marks.append(time.perf_counter())
             torch.autograd.grad(total, z)
             marks.append(time.perf_counter())
-            torch.cuda.synchronize()
+            card.synchronize()
             marks.append(time.perf_counter())
             rows.append([1e6 * (after - before) for before, after in zip(marks, marks[1:], strict=False)])
         forward, added, backward, rest = (sorted(row[k] for row in rows[20:])[50] for k in range(4))
@@ -357,10 +384,10 @@ def far_costs():
             if cells > far.MOST_CELLS:
                 continue
             for _ in range(2):
-                torch.cuda.synchronize()
+                card.synchronize()
                 start = time.perf_counter()
                 field.softmins(epsilon, biases)
-                torch.cuda.synchronize()
+                card.synchronize()
                 taken = time.perf_counter() - start
             promised, dense = 2 * far._seconds(n, n, cells, x.device), 4 * far._dense(n, n, x.device)
             say(f"far, n={n} epsilon={epsilon}: {cells} cells, {taken:.4f} s, promised {promised:.4f}; all pairs promised {dense:.4f}")
@@ -370,24 +397,24 @@ def million():
     if not time_for(14, "million"):
         return
     x, y = cloud(0, 10**6, 3, 1).float().requires_grad_(), cloud(0, 10**6, 3, 2).float()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    card.synchronize()
+    card.reset_peak_memory_stats()
     start = time.time()
     value = both()[0](x, y)
     torch.autograd.grad(value, x)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() / 2**20
+    card.synchronize()
+    peak = card.max_memory_allocated() / 2**20
     say(f"n=1000000: {time.time() - start:.2f} s, {peak:.0f} MB, value {float(value):.6f}")
 
 
-def train(steps=1000, n=1000):
+def train(steps=100 if QUICK else 1000, n=1000):
     """A gradient flow with an optimiser: memory and the curves of the loss."""
 
     def run(backend, steps, dtype=torch.float32):
         y, curve, seen = (0.5 * cloud(0, n, 3, 1) + 1.0).to(dtype), [], []
         z, loss = torch.nn.Parameter(cloud(0, n, 3, 0).to(dtype)), SamplesLoss(blur=0.05, backend=backend)
-        optimiser = torch.optim.SGD([z], lr=0.05 * n)
-        torch.cuda.synchronize()
+        optimiser = torch.optim.SGD([z], lr=0.05 * len(z))
+        card.synchronize()
         start = time.time()
         for k in range(steps):
             optimiser.zero_grad(set_to_none=True)
@@ -396,17 +423,17 @@ def train(steps=1000, n=1000):
             optimiser.step()
             curve.append(value.detach())
             if k % 50 == 49:
-                torch.cuda.synchronize()
-                seen += [torch.cuda.memory_allocated()] * (k in (49, 199, 499, 999))
+                card.synchronize()
+                seen += [card.memory_allocated()] * (k in (49, 199, 499, 999))
                 if not time_for(5, f"more than {k + 1} steps of {backend}"):
                     break
         return torch.stack(curve).double(), seen, (time.time() - start) / len(curve) * 1e3
 
     curves = {}
     for backend in ("flash", "tensorized"):
-        torch.cuda.reset_peak_memory_stats()
+        card.reset_peak_memory_stats()
         curves[backend], seen, each = run(backend, steps)
-        peak = torch.cuda.max_memory_allocated() / 2**20
+        peak = card.max_memory_allocated() / 2**20
         say(f"training, {backend}: {each:.3f} ms a step, peak {peak:.1f} MB, bytes after 50, 200, 500, 1000 steps {seen}")
     count = min(map(len, curves.values()))
     ours, theirs = (curves[backend][:count] for backend in ("flash", "tensorized"))
@@ -423,6 +450,6 @@ PARTS = {
     "far": far_costs, "train": train,
 }
 if __name__ == "__main__":
-    say(torch.cuda.get_device_name(), torch.__version__)
+    say(card.get_device_name(), torch.__version__)
     for part in WANTED:
         PARTS[part]()
