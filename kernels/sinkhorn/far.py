@@ -64,6 +64,16 @@ class Field(NamedTuple):
         device = self.x.device
         return 1.5 * _seconds(*size, count, device) < _dense(*size, device)
 
+    def seconds(self, epsilon: float, debias: bool) -> float:
+        """What the softmins of a step take, two or four of them."""
+        count, size = math.prod(cells_across(self.low, self.high, epsilon)), (len(self.x), len(self.y))
+        return (1 + debias) * _seconds(*size, count, self.x.device) if count <= MOST_CELLS else math.inf
+
+    def dense(self, debias: bool) -> float:
+        """What they take over all pairs."""
+        n, m = len(self.x), len(self.y)
+        return 2 * _dense(n, m, self.x.device) + debias * (_dense(n, n, self.x.device) + _dense(m, m, self.x.device))
+
     def softmins(self, epsilon: float, biases: Sequence[Tensor]) -> list[Tensor]:
         """Softmins of x by y, of y by x, and where asked for of x by x and of y by y, from the columns' biases h."""
         return softmins(

@@ -36,7 +36,7 @@ def lse(pairs: Pairs, h: jax.Array, guess: jax.Array | None = None) -> jax.Array
     guess: (B, n), what the result may be near, or None; this kernel needs no guess.
     """
     if pairs.matrix is not None:  # XLA folds all of it into the reduction
-        return log_sum_exp(h[:, None, :] - pairs.matrix / pairs.epsilon[:, None, None])
+        return log_sum_exp(h[:, None, :] - pairs.costs / pairs.epsilon[:, None, None])
     return _over_strips(pairs, lambda strip: log_sum_exp(h[:, None, :] - strip.scaled()))
 
 
@@ -98,7 +98,7 @@ class _Strip:
 
     def _cost(self) -> jax.Array:
         if self.pairs.matrix is not None:
-            return self.part(self.pairs.matrix)
+            return self.part(self.pairs.costs)
         x, y, metric = self.part(self.pairs.x), self.pairs.y, self.pairs.metric
         if metric != "sqeuclidean" or x.shape[-1] <= FEW_COORDINATES:
             total = _summed(x, y, abs if metric == "l1" else jnp.square)

@@ -17,9 +17,12 @@ class Pairs(NamedTuple):
     """A batch of B problems: costs C (B, n, m), never formed for points, each over its own ε.
 
     x: (B or 1, n, d) and y: (B or 1, m, d), points around a common centre, with a metric of `METRICS`; or None.
-    matrix: (B or 1, n, m), +inf for a forbidden pair; or None. A leading axis of 1 is shared by the problems.
+    matrix: (B or 1, n, m), +inf for a forbidden pair, or (B or 1, m, n) where ``turned``; or None. A leading axis of 1
+    is shared by the problems.
     epsilon: (B,). All are in the dtype of the potentials: float64, else float32.
     held: what a kernel's `hold` made of these once for a whole loop, for them and for their transpose; or None.
+    turned: the matrix lies in memory with its columns first, so that a transpose moves nothing.
+    narrow: the name of a dtype of 16 bits that holds every entry of the matrix exactly, or None.
     """
 
     x: Any
@@ -28,13 +31,24 @@ class Pairs(NamedTuple):
     epsilon: Any
     held: Any = None
     metric: str = "sqeuclidean"
+    turned: bool = False
+    narrow: str | None = None
 
     @property
     def T(self) -> Pairs:  # noqa: N802 - the field's name for a transpose
         """The same problems with rows and columns exchanged."""
-        matrix = None if self.matrix is None else jnp.swapaxes(self.matrix, -1, -2)
         held = None if self.held is None else self.held[::-1]
-        return Pairs(self.y, self.x, matrix, self.epsilon, held, self.metric)
+        turned = self.matrix is not None and not self.turned
+        return self._replace(x=self.y, y=self.x, held=held, turned=turned)
+
+    @property
+    def costs(self) -> jax.Array:
+        """The matrix as (B or 1, n, m), however it lies."""
+        return self.laid(self.matrix)
+
+    def laid(self, array: jax.Array) -> jax.Array:
+        """Turn (B, n, m) to how the matrix lies, or what lies like it to (B, n, m)."""
+        return jnp.swapaxes(array, -1, -2) if self.turned else array
 
     @property
     def problems(self) -> int:
@@ -44,29 +58,22 @@ class Pairs(NamedTuple):
     @property
     def rows(self) -> int:
         """n."""
-        return int(self.x.shape[1] if self.matrix is None else self.matrix.shape[1])
+        return int(self.x.shape[1] if self.matrix is None else self.matrix.shape[1 + self.turned])
 
     @property
     def columns(self) -> int:
         """m."""
-        return int(self.y.shape[1] if self.matrix is None else self.matrix.shape[2])
+        return int(self.y.shape[1] if self.matrix is None else self.matrix.shape[2 - self.turned])
 
 
-def _pairs(metric: str, parts: Any) -> Pairs:
-    x, y, matrix, epsilon, held = parts
-    return Pairs(x, y, matrix, epsilon, held, metric)
-
-
-# Registered, for a tuple's own flattening takes the metric for an array.
-jax.tree_util.register_pytree_node(Pairs, lambda pairs: (tuple(pairs[:5]), pairs.metric), _pairs)
+# Registered, for a tuple's own flattening takes what is no array for one.
+jax.tree_util.register_pytree_node(
+    Pairs, lambda pairs: (tuple(pairs[:5]), tuple(pairs[5:])), lambda known, parts: Pairs(*parts, *known)
+)
 
 
 def no_tile(request: Any, largest_width: int) -> str | None:
     """Why a Pallas kernel that holds so many coordinates at once cannot serve `request`, or None."""
-    if request.kind != "points":
-        return "a matrix of costs is reduced by XLA in the chunked tier"
-    if request.metric != "sqeuclidean":
-        return f"the metric {request.metric!r} is streamed in the chunked tier"
     if request.dtype == "float64":
         return "float64 runs in the chunked tier"
     if request.width > largest_width:
@@ -76,10 +83,10 @@ def no_tile(request: Any, largest_width: int) -> str | None:
 
 def prepare(x: jax.Array, y: jax.Array | None, epsilon: jax.Array, metric: str = "sqeuclidean") -> Pairs:
     """Put points (or, with y None, a matrix) into the potentials' dtype, points around the midpoint of their means."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype, narrow = jnp.promote_types(x.dtype, jnp.float32), str(x.dtype) if x.dtype.itemsize == 2 else None
     x = x.astype(dtype)
     if y is None:
-        return Pairs(None, None, x, epsilon.astype(dtype))
+        return Pairs(None, None, x, epsilon.astype(dtype), narrow=narrow)
     y = y.astype(dtype)
     centre = lax.stop_gradient((x.mean(1, keepdims=True) + y.mean(1, keepdims=True)) / 2)
     shared = (max(x.shape[0], y.shape[0]),)

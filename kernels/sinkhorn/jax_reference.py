@@ -16,7 +16,7 @@ def applies(request) -> str | None:
 def cost(pairs: Pairs) -> jax.Array:
     """C, (B or 1, n, m)."""
     if pairs.matrix is not None:
-        return pairs.matrix
+        return pairs.costs
     differences = pairs.x[:, :, None] - pairs.y[:, None]
     if pairs.metric == "l1":
         return abs(differences).sum(-1)

@@ -3,8 +3,9 @@
 Everything is in base 2 and in units of ε / log2 e: points are scaled by √(log2 e / ε), so that a cost over ε is a
 squared distance. Few coordinates: direct differences on the ordinary units. More: each scaled coordinate is split into
 two float16 parts, x = hi + lo, and three products on the matrix units give float32's accuracy (TF32 would keep 11
-bits). A sum of exponentials is taken relative to what the caller expects it to be near; where that was far off, the
-tile is done again with a running maximum.
+bits). "euclidean" and "l1" take direct differences of any number of coordinates. A matrix of costs is read where it
+lies, along its rows or its columns, each entry once for a result. A sum of exponentials is taken relative to what the
+caller expects it to be near; where that was far off, the tile is done again with a running maximum.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def applies(request) -> str | None:
 
 
 def hold(pairs: Pairs) -> Pairs:
-    """Scale, split and pad the points once for many calls of `lse`."""
+    """Scale, split and pad the points once for many calls of `lse`; a matrix of 16 bits is read as such."""
+    if pairs.matrix is not None:
+        kept = pairs.matrix if pairs.narrow is None else pairs.matrix.astype(pairs.narrow)
+        return pairs._replace(held=(kept, kept))
     return pairs._replace(held=(_points(_Tiles.of(pairs, 0, 0), pairs), _points(_Tiles.of(pairs.T, 0, 0), pairs.T)))
 
 
@@ -88,10 +92,21 @@ def reduce(
     return out * (pairs.epsilon / LOG2E)[:, None, None] ** power
 
 
+def pull(pairs: Pairs, s: jax.Array, t: jax.Array, left: jax.Array, right: jax.Array, power: int = 0) -> jax.Array:
+    """Σ_j exp(s_i + t_j − C_ij/ε) C_ij^power (left_i·right_j) ∂C_ij/∂x_i, (B, n, d), of "euclidean" and "l1"."""
+    d, sides = pairs.x.shape[-1], ({"s": s * LOG2E}, {"t": t * LOG2E})
+    vectors, values = (d, 0) if d <= FEW_COORDINATES else (0, d)
+    tiles = _Tiles.of(pairs, vectors, values, pulls=True)
+    scale = _factors(sides, left, right)
+    (parts,) = _launch(functools.partial(_pull_kernel, power), tiles, pairs, *sides, scale)
+    sums = parts.sum(1)
+    out = jnp.swapaxes(sums, 1, 2) if tiles.vectors else sums[..., :d]
+    return out[:, : pairs.rows] * (pairs.epsilon / LOG2E)[:, None, None] ** power
+
+
 def _shares(pairs: Pairs, width: int) -> tuple[int, int]:
     """How many columns of a result the ordinary units add up, and how many the matrix units, by powers of two."""
-    few = pairs.x.shape[-1] <= FEW_COORDINATES
-    if width == 1 or (few and width <= FEW_COORDINATES + 1):
+    if width == 1 or (_source(pairs) != "products" and width <= FEW_COORDINATES + 1):
         return width, 0
     alone = _power(width - 1) < _power(width)
     return (1, width - 1) if alone else (0, width)
@@ -122,31 +137,45 @@ class _Tiles(NamedTuple):
     """What a kernel needs to know before it is compiled."""
 
     n: int
+    m: int
     height: int
     width: int
     splits: int
     steps: int  # column tiles of one split
-    few: bool  # coordinates
+    source: str  # of the costs, see `_source`
+    turned: bool  # rows are the columns of a matrix in memory
+    coordinates: int
     vectors: int  # columns of the result that ordinary units add up
     values: int  # and those that the matrix units add up; a log-sum-exp has neither
     warps: int
     stages: int
 
     @classmethod
-    def of(cls, pairs: Pairs, vectors: int, values: int) -> _Tiles:
-        coordinates, few = pairs.x.shape[-1], pairs.x.shape[-1] <= FEW_COORDINATES
-        kind = "matrix" if values else "vector" if vectors else "lse"
-        height, width, warps, stages, resident = shape(kind, max(coordinates, values))
+    def of(cls, pairs: Pairs, vectors: int, values: int, pulls: bool = False) -> _Tiles:
+        source, d = _source(pairs), 0 if pairs.matrix is not None else pairs.x.shape[-1]
+        kind = _kind(source, pairs.turned, d, vectors, values, pulls)
+        height, width, warps, stages, resident = shape(kind, max(d, values))
         height, width = min(height, _power(pairs.rows)), min(width, _power(pairs.columns))
-        while few and vectors * height * width > MOST_SUMS * 32 * warps:
+        while source != "products" and vectors * height * width > MOST_SUMS * 32 * warps:
             width //= 2
         work = pairs.problems * pairs.columns // width
-        while height > 16 and not few and -(-pairs.rows // height) * work < PROCESSORS:
+        while height > 16 and source != "squares" and -(-pairs.rows // height) * work < PROCESSORS:
             height //= 2
         tiles, programs = -(-pairs.columns // width), -(-pairs.rows // height) * pairs.problems
         splits = _splits(tiles, programs, resident * PROCESSORS)
         steps = -(-tiles // splits)
-        return cls(pairs.rows, height, width, splits, steps, few, vectors, values, warps, stages)
+        known = source, pairs.turned, d, vectors, values, warps, stages
+        return cls(pairs.rows, pairs.columns, height, width, splits, steps, *known)
+
+    @property
+    def direct(self) -> bool:
+        """Costs do not come from the matrix units, so every thread holds whole pairs and keeps sums of its own."""
+        return self.source != "products"
+
+    @property
+    def few(self) -> bool:
+        """A program keeps all coordinates of its rows."""
+        return self.coordinates <= FEW_COORDINATES
 
     @property
     def padded_rows(self) -> int:
@@ -157,13 +186,37 @@ class _Tiles(NamedTuple):
         return self.splits * self.steps * self.width
 
 
+def _source(pairs: Pairs) -> str:
+    """Where costs come from: read from a "matrix", or of points.
+
+    "squares" are direct differences and "products" expanded on the matrix units; "euclidean" and "l1" are direct.
+    """
+    if pairs.matrix is not None:
+        return "matrix"
+    if pairs.metric != "sqeuclidean":
+        return pairs.metric
+    return "squares" if pairs.x.shape[-1] <= FEW_COORDINATES else "products"
+
+
+def _kind(source: str, turned: bool, coordinates: int, vectors: int, values: int, pulls: bool) -> str:
+    """The entry of the table of launch shapes, see `shape`."""
+    kind = "matrix" if values else "vector" if vectors else "lse"
+    if source == "matrix":
+        return kind if values else f"{kind}-turned" if turned else f"{kind}-read"
+    if source in ("euclidean", "l1") and coordinates > FEW_COORDINATES:
+        return "pull-direct" if pulls else kind if values else f"{kind}-direct"
+    return kind
+
+
 def shape(kind: str, width: int) -> tuple[int, int, int, int, int]:
     """Rows and columns of a tile, warps, stages, and programs that a processor holds at once: ``pallas_tuning.json``.
 
-    kind: "lse", "vector" or "matrix", of what is added up; an entry holds up to so many coordinates or columns.
+    kind: "lse", "vector" or "matrix", of what is added up; an entry holds up to so many coordinates or columns. Others
+    hold any number: "…-read" and "…-turned" of a matrix, "…-direct" of many coordinates one after another.
     """
+    table = _tuning()
     size = next(size for size in (FEW_COORDINATES, 64, 128, LARGEST_WIDTH) if width <= size)
-    rows, columns, warps, stages, resident = _tuning()[f"{kind}-{size}"]
+    rows, columns, warps, stages, resident = table[kind if kind in table else f"{kind}-{size}"]
     return rows, columns, warps, stages, resident
 
 
@@ -186,8 +239,10 @@ def _splits(tiles: int, programs: int, places: int) -> int:
 
 def _costs(tiles: _Tiles, rows: dict, columns: dict, tile):
     """Scaled costs of the resident rows with one tile of columns, (height, width)."""
-    if tiles.few:
-        return _differences(tiles, rows, columns, tile)
+    if tiles.source == "squares":
+        return _raw(tiles, rows, columns, tile)
+    if tiles.direct:
+        return _raw(tiles, rows, columns, tile) * rows["unit"]
     squares = rows["squares"][:, None] + _columns_of(tiles, "squares", columns, tile)[None, :]
     return jnp.maximum(_fused(_dots(tiles, rows, columns, tile), -rows["scale"], squares), 0.0)
 
@@ -195,8 +250,10 @@ def _costs(tiles: _Tiles, rows: dict, columns: dict, tile):
 def _exponents(tiles: _Tiles, rows: dict, columns: dict, tile, level):
     """t_j − C_ij − level_i, with the squares of the row's own point left to `_shift`: few operations a pair."""
     t = _columns_of(tiles, "t", columns, tile)
-    if tiles.few:
+    if tiles.direct:
         exponents = t[None, :] - level[:, None]
+        if tiles.source != "squares":
+            return _fused(_raw(tiles, rows, columns, tile), -rows["unit"], exponents)
         for x, y in _coordinates(tiles, rows, columns, tile):
             exponents = _less_square(exponents, x - y)
         return exponents
@@ -206,18 +263,41 @@ def _exponents(tiles: _Tiles, rows: dict, columns: dict, tile, level):
 
 def _shift(tiles: _Tiles, rows: dict):
     """What `_exponents` are above t_j − C_ij − level_i."""
-    return jnp.zeros((tiles.height,), jnp.float32) if tiles.few else rows["squares"]
+    return jnp.zeros((tiles.height,), jnp.float32) if tiles.direct else rows["squares"]
+
+
+def _raw(tiles: _Tiles, rows: dict, columns: dict, tile):
+    """Costs in their own unit, of points that of squared distances alone is scaled."""
+    if tiles.source == "matrix":
+        return _read(tiles, rows["index"], columns["costs"], tile)
+    term = abs if tiles.source == "l1" else jnp.square
+    total = jnp.zeros((tiles.height, tiles.width), jnp.float32)
+    if tiles.few:
+        for x, y in _coordinates(tiles, rows, columns, tile):
+            total = total + term(x - y)
+    else:
+        add = lambda k, total: total + term(_difference(tiles, rows, columns, tile, k))  # noqa: E731
+        total = lax.fori_loop(0, tiles.coordinates, add, total)
+    return _root(total) if tiles.source == "euclidean" else total
+
+
+def _read(tiles: _Tiles, index, costs, tile):
+    """A tile of a matrix where it lies; 0 beyond its edges."""
+    from jax.experimental.pallas import triton
+
+    i = jnp.broadcast_to(index[:, None], (tiles.height, tiles.width))
+    j = tile * tiles.width + lax.broadcasted_iota(jnp.int32, i.shape, 1)
+    mask = (i < tiles.n) & (j < tiles.m)
+    return triton.load(costs.at[(j, i) if tiles.turned else (i, j)], mask=mask, other=0).astype(jnp.float32)
 
 
 def _coordinates(tiles: _Tiles, rows: dict, columns: dict, tile):
     return ((x[:, None], columns["points"][k, _at(tiles, tile)][None, :]) for k, x in enumerate(rows["points"]))
 
 
-def _differences(tiles: _Tiles, rows: dict, columns: dict, tile):
-    total = jnp.zeros((tiles.height, tiles.width), jnp.float32)
-    for x, y in _coordinates(tiles, rows, columns, tile):
-        total = total + (x - y) ** 2
-    return total
+def _difference(tiles: _Tiles, rows: dict, columns: dict, tile, k):
+    """x_ik − y_jk of one coordinate, which is read for the rows too."""
+    return rows["points"][k, :][:, None] - columns["points"][k, _at(tiles, tile)][None, :]
 
 
 def _dots(tiles: _Tiles, rows: dict, columns: dict, tile):
@@ -258,6 +338,11 @@ def _fused(x, factor, shift):
     return _instruction("fma.rn.f32 $0, $1, $2, $3;", x, jnp.broadcast_to(factor, x.shape), shift)
 
 
+def _root(squares):
+    """√ by one instruction, right but for the last bit."""
+    return jnp.sqrt(squares) if interpret else _instruction("sqrt.approx.f32 $0, $1;", squares)
+
+
 def _less_square(x, difference):
     """x − difference² in one instruction."""
     if interpret:
@@ -293,7 +378,7 @@ def _lse_kernel(tiles: _Tiles, rows: dict, columns: dict, first, out):
 
     def near(tile, total):
         terms = _exp2(_exponents(tiles, rows, columns, tile, level))
-        return total + (terms if tiles.few else jnp.sum(terms, axis=1))
+        return total + (terms if tiles.direct else jnp.sum(terms, axis=1))
 
     def anywhere(tile, carry):
         top, total = carry
@@ -308,41 +393,85 @@ def _lse_kernel(tiles: _Tiles, rows: dict, columns: dict, first, out):
         return _log(top - shift, total)
 
     # Rows of the matrix units' results lie in few threads, and are cheap to add up; others are added up once.
-    start = jnp.zeros((tiles.height, tiles.width) if tiles.few else (tiles.height,), jnp.float32)
+    start = jnp.zeros((tiles.height, tiles.width) if tiles.direct else (tiles.height,), jnp.float32)
     total = lax.fori_loop(first, first + tiles.steps, near, start)
-    total = jnp.sum(total, axis=1) if tiles.few else total
+    total = jnp.sum(total, axis=1) if tiles.direct else total
     doubtful = (rows["index"] < tiles.n) & ~((total > LEAST) & (total < MOST))
     found = jnp.max(jnp.where(doubtful, 1, 0)) > 0
     out[...] = lax.cond(found, again, lambda: _log(rows["near"], total))
 
 
 def _log(top, total):
-    return jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return jnp.where(total == 0, -jnp.inf, top + jnp.log2(jnp.where(total == 0, 1.0, total)))
 
 
 def _reduce_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, *outs):
     def body(tile, totals):
         plan, (vectors, matrix) = _plan(power, tiles, rows, columns, tile), totals
-        if "factor" in rows:
-            plan = plan * rows["factor"][:, None] * _columns_of(tiles, "factor", columns, tile)[None, :]
-        if "factors" in rows:
-            products = _product(rows["factors"], _parts_of(tiles, "factors_", columns, tile), 1)
-            plan = plan * (products * rows["factors_scale"])
+        plan = _with_factors(plan, tiles, rows, columns, tile)
         for k in range(tiles.vectors):
             values = columns["vectors"][k, _at(tiles, tile)][None, :]
-            total = _fused(plan, values, vectors[k]) if tiles.few else vectors[k] + jnp.sum(plan * values, axis=1)
+            total = _fused(plan, values, vectors[k]) if tiles.direct else vectors[k] + jnp.sum(plan * values, axis=1)
             vectors = (*vectors[:k], total, *vectors[k + 1 :])
         if tiles.values:
             matrix = _weighted(plan, _parts_of(tiles, "values_", columns, tile), matrix)
         return vectors, matrix
 
-    blank = jnp.zeros((tiles.height, tiles.width) if tiles.few else (tiles.height,), jnp.float32)
+    blank = jnp.zeros((tiles.height, tiles.width) if tiles.direct else (tiles.height,), jnp.float32)
     matrix = jnp.zeros(outs[-1].shape, jnp.float32) if tiles.values else jnp.float32(0)
     vectors, matrix = lax.fori_loop(first, first + tiles.steps, body, ((blank,) * tiles.vectors, matrix))
     for k, total in enumerate(vectors):
-        outs[0][k, :] = jnp.sum(total, axis=1) if tiles.few else total
+        outs[0][k, :] = jnp.sum(total, axis=1) if tiles.direct else total
     if tiles.values:
         outs[-1][...] = matrix
+
+
+def _pull_kernel(power: int, tiles: _Tiles, rows: dict, columns: dict, first, out):
+    """Few coordinates are added up by every thread; more are taken one after another, each a column of the result."""
+
+    def few(tile, totals):
+        weights, slope = _slopes(power, tiles, rows, columns, tile)
+        pairs = _coordinates(tiles, rows, columns, tile)
+        return tuple(total + weights * slope(x - y) for total, (x, y) in zip(totals, pairs, strict=True))
+
+    def many(tile, totals):
+        weights, slope = _slopes(power, tiles, rows, columns, tile)
+
+        def add(k, totals):
+            found = jnp.sum(weights * slope(_difference(tiles, rows, columns, tile, k)), axis=1)
+            return totals + jnp.where(lax.broadcasted_iota(jnp.int32, totals.shape, 1) == k, found[:, None], 0.0)
+
+        return lax.fori_loop(0, tiles.coordinates, add, totals)
+
+    if tiles.values:
+        out[...] = lax.fori_loop(first, first + tiles.steps, many, jnp.zeros(out.shape, jnp.float32))
+        return
+    blank = jnp.zeros((tiles.height, tiles.width), jnp.float32)
+    for k, total in enumerate(lax.fori_loop(first, first + tiles.steps, few, (blank,) * tiles.vectors)):
+        out[k, :] = jnp.sum(total, axis=1)
+
+
+def _slopes(power: int, tiles: _Tiles, rows: dict, columns: dict, tile):
+    """Weights, and the function of a difference for which ∂C/∂x is their product; 0 where points meet."""
+    raw = _raw(tiles, rows, columns, tile)
+    exponents = rows["s"][:, None] + _columns_of(tiles, "t", columns, tile)[None, :]
+    plan = _exp2(_fused(raw, -rows["unit"], exponents))
+    for _ in range(power):
+        plan = plan * (raw * rows["unit"])
+    weights = _with_factors(plan, tiles, rows, columns, tile)
+    if tiles.source == "l1":
+        return weights, jnp.sign
+    return jnp.where(raw > 0, weights / jnp.where(raw > 0, raw, 1.0), 0.0), lambda difference: difference
+
+
+def _with_factors(plan, tiles: _Tiles, rows: dict, columns: dict, tile):
+    """plan_ij (left_i·right_j), of what is among the operands."""
+    if "factor" in rows:
+        plan = plan * rows["factor"][:, None] * _columns_of(tiles, "factor", columns, tile)[None, :]
+    if "factors" in rows:
+        products = _product(rows["factors"], _parts_of(tiles, "factors_", columns, tile), 1)
+        plan = plan * (products * rows["factors_scale"])
+    return plan
 
 
 def _plan(power: int, tiles: _Tiles, rows: dict, columns: dict, tile):
@@ -351,6 +480,8 @@ def _plan(power: int, tiles: _Tiles, rows: dict, columns: dict, tile):
         return _exp2(_exponents(tiles, rows, columns, tile, _shift(tiles, rows) - rows["s"]))
     costs = _costs(tiles, rows, columns, tile)
     plan = _exp2(rows["s"][:, None] + _columns_of(tiles, "t", columns, tile)[None, :] - costs)
+    if tiles.source == "matrix":
+        costs = jnp.where(plan == 0, 0.0, costs)  # which may be infinite
     for _ in range(power):
         plan = plan * costs
     return plan
@@ -367,7 +498,7 @@ def _launch(
     Returns (B, splits, rows) of a log-sum-exp; else (B, splits, vectors, rows) and (B, splits, rows, values) of what
     there is. Padded.
     """
-    points = _points(tiles, pairs) if tiles.vectors or tiles.values or pairs.held is None else pairs.held[0]
+    points = _operands(tiles, pairs)
     rows = {**_padded(rows, tiles.padded_rows), **points[0]}
     if factors_scale is not None:
         rows["factors_scale"] = factors_scale
@@ -415,9 +546,12 @@ def _entry(kernel, tiles: _Tiles, row_names, column_names, *refs):
     if "factors_hi" in near:
         rows["factors"] = near["factors_hi"][...], near["factors_lo"][...]
         rows["factors_scale"] = near["factors_scale"][0]
-    if tiles.few:
-        rows["points"] = [near["points"][k, :] for k in range(near["points"].shape[0])]
-    else:
+    if "unit" in near:
+        rows["unit"] = near["unit"][0]
+    if "points" in near:
+        few = range(tiles.coordinates)
+        rows["points"] = [near["points"][k, :] for k in few] if tiles.few else near["points"]
+    if "hi" in near:
         rows["points"], rows["scale"] = (near["hi"][...], near["lo"][...]), near["scale"][0]
     rows["index"] = pl.program_id(0) * tiles.height + lax.broadcasted_iota(jnp.int32, (tiles.height,), 0)
     kernel(tiles, rows, columns, pl.program_id(1) * tiles.steps, *refs[end:])
@@ -430,12 +564,25 @@ def _compiler_params(warps: int, stages: int) -> Any:
     return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
+def _operands(tiles: _Tiles, pairs: Pairs) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """What costs are made of, of rows and of columns; a loop over log-sum-exps may hold it."""
+    if tiles.source == "matrix":
+        costs = pairs.matrix if pairs.held is None else pairs.held[0]
+        return {"unit": (LOG2E / pairs.epsilon)[:, None]}, {"costs": costs}
+    if tiles.vectors or tiles.values or pairs.held is None:
+        return _points(tiles, pairs)
+    return pairs.held[0]
+
+
 def _points(tiles: _Tiles, pairs: Pairs) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Rows and columns as the kernels read them, scaled so that costs over ε are squared distances."""
-    unit = jnp.sqrt(LOG2E / pairs.epsilon)[:, None, None]
+    """Rows and columns as the kernels read them; squared distances are scaled, so that they are costs over ε."""
+    squared = pairs.metric == "sqeuclidean"
+    unit = jnp.sqrt(LOG2E / pairs.epsilon)[:, None, None] if squared else 1
     x, y = pairs.x * unit, pairs.y * unit
-    if tiles.few:
+    if tiles.direct:
         rows, columns = ({"points": jnp.swapaxes(points, 1, 2)} for points in (x, y))
+        if not squared:
+            rows["unit"] = (LOG2E / pairs.epsilon)[:, None]
     else:
         largest = jnp.maximum(abs(x).max((1, 2)), abs(y).max((1, 2)))[:, None, None]
         unit = jnp.where(largest > 0, largest, 1) / LARGEST_PART
@@ -459,7 +606,7 @@ def split(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 #: Numbers of a problem among the operands of its rows.
-SCALES = ("scale", "factors_scale")
+SCALES = ("scale", "factors_scale", "unit")
 
 #: What padded columns hold, so that they weigh nothing: their exponent.
 _FILL = {"t": -math.inf}
@@ -471,7 +618,7 @@ def _padded(parts: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
 
 
 def _padded_array(name: str, array: jax.Array, count: int) -> jax.Array:
-    if name in SCALES:
+    if name in SCALES or name == "costs":
         return array
     axis = 2 if name in ("points", "vectors") else 1
     amounts = [(0, 0)] * array.ndim

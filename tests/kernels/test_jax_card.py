@@ -7,9 +7,14 @@ if jax.default_backend() != "gpu":
     pytest.skip("jax sees no CUDA device", allow_module_level=True)
 
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
+from flashot_backends.kernels.sinkhorn import pallas_gpu  # noqa: E402
+from flashot_backends.kernels.sinkhorn.jax_pairs import prepare  # noqa: E402
 from flashot_backends.ops.attention import sinkhorn_attention  # noqa: E402
 from flashot_backends.ops.maxsim.jax_ops import maxsim  # noqa: E402
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, softmin, solve  # noqa: E402
+from tests.kernels import sinkhorn_pallas_cases  # noqa: E402
 from tests.ops.attention import cases  # noqa: E402
 from tests.ops.attention.conftest import x64  # noqa: E402, F401
 
@@ -66,3 +71,60 @@ def test_maxsim(x64, pairs, dtype, tolerance):  # noqa: F811
     got = rounded(jax.tree.leaves(gradients("pallas_gpu", tokens)), jnp.float64)
     wanted = jax.tree.leaves(gradients("chunked", rounded(tokens, jnp.float64)))
     assert cases.worst_error(got, wanted) < tolerance
+
+
+SINKHORN = sinkhorn_pallas_cases.SMALL | sinkhorn_pallas_cases.OTHERS
+
+
+@pytest.mark.parametrize("name", SINKHORN)
+def test_sinkhorn_matrices_and_metrics(name):
+    sinkhorn_pallas_cases.check(pallas_gpu, **SINKHORN[name], optimized=True)
+
+
+def test_sinkhorn_softmin_of_a_matrix_chooses_the_kernel():
+    M = jnp.ones((300, 200))
+    found = softmin(DenseCost(M), jnp.zeros(200), 1.0, backend="pallas_gpu")
+    np.testing.assert_allclose(found, 1 - np.log(200.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["matrix", "bfloat16", "euclidean", "l1", "l1 of many"])
+def test_sinkhorn_solutions(x64, kind):  # noqa: F811
+    """Values, potentials, P V and their gradients in float32, against float64 by streamed JAX."""
+    n, m = 600, 777
+    d, epsilon = (20, 3.0) if kind == "l1 of many" else (3, 0.3)
+    x, y = sinkhorn_pallas_cases.points(1, n, m, d)
+    given = (x[0], y[0])
+    if kind in ("matrix", "bfloat16"):
+        dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
+        given = (jnp.asarray(sinkhorn_pallas_cases.costs(x, y, "euclidean")[0], dtype),)
+    b, towards = np.where(np.arange(m) == 4, 0, 1 / (m - 1)), np.cos(np.arange(m))
+
+    def gradients(backend, wide, given):
+        def value(*parts):
+            metric = kind.split()[0]
+            cost = DenseCost(*parts) if len(parts) == 1 else PointCloud(*parts, metric)
+            options = {"max_iterations": 20, "tolerance": 0, "acceleration": None, "backend": backend}
+            solution = solve(cost, b=jnp.asarray(b, wide), epsilon=epsilon, **options)
+            moved = solution.apply(jnp.asarray(towards, wide))
+            return solution.value() + moved.sum(), (solution.f, moved)
+
+        return jax.jit(jax.value_and_grad(value, tuple(range(len(given))), has_aux=True))(*given)
+
+    found = gradients("pallas_gpu", jnp.float32, given)
+    wanted = gradients("chunked", jnp.float64, rounded(given, jnp.float64))
+    for got, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        bound, size = 5e-3 if got.dtype == jnp.bfloat16 else 2e-5, float(abs(exact).max())
+        np.testing.assert_allclose(got.astype(jnp.float64), exact, atol=bound * size, rtol=0)
+
+
+def test_sinkhorn_matrix_beyond_32_bits():
+    """Offsets of a matrix of 4.4 GB, both ways."""
+    n, m = 34_000, 32_500
+    i, j = jnp.arange(n, dtype=jnp.float32), jnp.arange(m, dtype=jnp.float32)
+    M = jnp.cos(i[:, None] * 0.37 + j[None, :] * 0.11)[None]
+    pairs = prepare(M, None, jnp.ones(1))
+    for side in (pairs, pairs.T):
+        h = jnp.sin(jnp.arange(side.columns) * 1.0)[None]
+        found = jax.jit(pallas_gpu.lse)(side, h)
+        wanted = jax.jit(lambda side, h: jax.nn.logsumexp(h[:, None, :] - side.costs, -1))(side, h)
+        np.testing.assert_allclose(found, wanted, atol=2e-5)

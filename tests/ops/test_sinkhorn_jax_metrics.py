@@ -185,11 +185,3 @@ def test_a_point_without_direction():
     x, y = cases.normal(7, 3), cases.normal(9, 3, seed=1)
     with pytest.raises(ValueError, match=r"x holds NaN.*no point at the origin"):
         solve(PointCloud(x * 0, y, "cosine"), epsilon=1.0)
-
-
-def test_other_metrics_are_not_for_tiles():
-    from flashot_backends.kernels.sinkhorn import pallas_gpu, pallas_tpu
-    from flashot_backends.ops.sinkhorn.jax_problem import Request
-
-    for kernel in (pallas_gpu, pallas_tpu):
-        assert "'l1'" in kernel.applies(Request("jax", "cuda", "points", "float32", "l1", (1, 8, 8), 3))

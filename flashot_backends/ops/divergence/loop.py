@@ -7,19 +7,20 @@ for unbalanced optimal transport", 2019, for the damping. Everything runs in the
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashot_backends.kernels.sinkhorn import far, whole
+from flashot_backends.kernels.sinkhorn import whole
 from flashot_backends.kernels.sinkhorn.blocks import Blocks
 
 from ... import dispatch
 from ...config import settings as session
 from ..sinkhorn.problem import log_weights
 from ..sinkhorn.solver import Request, _names, make_operator
+from . import fields as sparse
 from .schedule import Settings, Step, damping, descent, extents, temperatures, together
 
 
@@ -66,12 +67,12 @@ def anneal(
         start = update(pairs, None, steps[0])
         return at_once(pairs, start, _shown(steps, settings), steps[-1], (x.shape[1], y.shape[1]), need_x, need_y)
     costs = _costs(cross, x, y, settings, how)
-    fields = far.fields(x, y) if settings.p == 2 and isinstance(cross, Blocks) else []
+    fields = sparse.of(x, y, cross)
     duals = _start(costs, logs, steps[0], fields)
     for step in _shown(steps, settings):
         costs = costs.at(step.epsilon * settings.unit)
         duals = averaged(costs, logs, duals, step, fields)
-    return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y)
+    return last(costs, logs, duals, steps[-1], settings.unit, need_x, need_y, fields)
 
 
 def in_one_go(x: Tensor, y: Tensor | None, metric: str, backend: str) -> Any:
@@ -187,9 +188,9 @@ def at_once(
     return side(0, need_x), side(1, need_y)
 
 
-def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step, fields: list[far.Field]) -> Duals:
+def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step, fields: sparse.Fields) -> Duals:
     log_a, log_b = logs
-    if (found := _from_afar(fields, costs, logs, None, step)) is not None:
+    if (found := sparse.updates(fields, costs.cross.exact_epsilon, logs, None, costs.xx is not None)) is not None:
         return Duals(*(_damped(potential, step) for potential in found))
     f, g = costs.cross.softmin(log_b), costs.cross.T.softmin(log_a)
     own = (costs.xx.softmin(log_a), costs.yy.softmin(log_b)) if costs.xx is not None else (None, None)
@@ -197,39 +198,16 @@ def _start(costs: Costs, logs: tuple[Tensor, Tensor], step: Step, fields: list[f
 
 
 def averaged(
-    costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step, fields: Sequence[far.Field] = ()
+    costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step, fields: sparse.Fields = sparse.NOTHING
 ) -> Duals:
     """Halfway between the potentials and those that follow from them."""
     log_a, log_b = logs
-    new: Any = _from_afar(fields, costs, logs, duals, step)
+    new: Any = sparse.updates(fields, costs.cross.exact_epsilon, logs, duals, costs.xx is not None)
     if new is None:
         new = [*costs.cross.both(log_a, log_b, duals.f, duals.g), None, None]
         if costs.xx is not None:
             new[2:] = costs.xx.with_itself(log_a, duals.own_f), costs.yy.with_itself(log_b, duals.own_g)
     return Duals(*(_halfway(old, _damped(potential, step), step) for old, potential in zip(duals, new, strict=True)))
-
-
-def _from_afar(
-    fields: Sequence[far.Field], costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals | None, step: Step
-) -> list[Tensor | None] | None:
-    """The four potentials that follow, from sums over cells of points where that is quicker, else None.
-
-    They count |x − y|²/2, the operators twice as much.
-    """
-    epsilons = step.epsilon.tolist() if fields else []
-    if not fields or not all(field.pays(epsilon) for field, epsilon in zip(fields, epsilons, strict=True)):
-        return None
-    weights = (logs[1], logs[0], *(logs if costs.xx is not None else ()))
-    biases = weights
-    if duals is not None:
-        potentials = duals.g, duals.f, duals.own_f, duals.own_g
-        biases = tuple(w + f / costs.cross.epsilon[:, None] for w, f in zip(weights, potentials, strict=False))  # type: ignore[operator]
-    each = [
-        field.softmins(epsilon, tuple(h[b] for h in biases))
-        for b, (field, epsilon) in enumerate(zip(fields, epsilons, strict=True))
-    ]
-    found: list[Tensor | None] = [(2 * torch.stack(part)).to(logs[0].dtype) for part in zip(*each, strict=True)]
-    return found + [None] * (4 - len(found))
 
 
 def _damped(potential: Tensor | None, step: Step) -> Tensor | None:
@@ -244,19 +222,27 @@ def _halfway(old: Tensor | None, new: Tensor | None, step: Step) -> Tensor | Non
 
 
 def last(
-    costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step, unit: int, need_x: bool, need_y: bool
+    costs: Costs, logs: tuple[Tensor, Tensor], duals: Duals, step: Step, unit: int, need_x: bool, need_y: bool,
+    fields: sparse.Fields = sparse.NOTHING,
 ) -> tuple[Side, Side]:
     """All updates once more, from the potentials found, with the derivative of each potential by its own points."""
+    log_a, log_b = logs
+
+    def ending(value: Tensor | None, tangent: Tensor | None) -> Any:
+        value = None if value is None else (value * step.damping / unit).to(log_a.dtype)
+        return value, None if tangent is None else (tangent * _column(step.damping) / unit).to(log_a.dtype)
+
+    found = sparse.ends(fields, costs.cross.exact_epsilon, logs, duals, (need_x, need_y))
+    if found is not None:
+        (f, slope_f), (g, slope_g), own_f, own_g = (ending(*each) for each in zip(*found, strict=True))
+        return Side(f, own_f[0], slope_f, own_f[1]), Side(g, own_g[0], slope_g, own_g[1])
 
     def extrapolate(operator: Any, log_weight: Tensor, potential: Tensor | None, slope: bool) -> Any:
         if operator is None:
             return None, None
         h = log_weight + potential / operator.epsilon[:, None]
-        value, tangent = operator.softmin_slope(h) if slope else (operator.softmin(h), None)
-        tangent = None if tangent is None else (tangent * _column(step.damping) / unit).to(value.dtype)
-        return (value * step.damping / unit).to(value.dtype), tangent
+        return ending(*(operator.softmin_slope(h) if slope else (operator.softmin(h), None)))
 
-    log_a, log_b = logs
     f, slope_f = extrapolate(costs.cross, log_b, duals.g, need_x)
     g, slope_g = extrapolate(costs.cross.T, log_a, duals.f, need_y)
     own_f, own_slope_f = extrapolate(costs.xx, log_a, duals.own_f, need_x)

@@ -21,6 +21,7 @@ from ...config import settings as session
 from ..sinkhorn.problem import log_weights
 from ..sinkhorn.solver import make_operator
 from ..sinkhorn.torch_ops import StreamedOp, apply
+from . import fields as sparse
 from .loop import Costs, Duals, Side, at_once, averaged, in_one_go, last, sides
 from .schedule import Step, damping
 from .torch_ops import or_nothing, refuse_second
@@ -123,11 +124,11 @@ def _stepwise(
     if isinstance(cross, Blocks) and whole.fits(*cross.cost.size, debias, x.shape[-1] if y is not None else 1):
         return _all_pairs(x, y, logs, steps, duals, need_x and y is not None, need_y)
     own = (_operator(points, points, steps[0], how) if debias else None for points in (x, y))
-    costs = Costs(cross, *own)
+    costs, fields = Costs(cross, *own), sparse.of(x, y, cross)
     for step in steps:
         costs = costs.at(step.epsilon)
-        duals = averaged(costs, logs, duals, step)
-    return last(costs, logs, duals, steps[-1], 1, need_x and y is not None, need_y)
+        duals = averaged(costs, logs, duals, step, fields)
+    return last(costs, logs, duals, steps[-1], 1, need_x and y is not None, need_y, fields)
 
 
 def _all_pairs(

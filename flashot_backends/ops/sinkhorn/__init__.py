@@ -77,8 +77,8 @@ def solve(  # type: ignore[misc]
         "overrelaxation" goes beyond each update, by factors that follow from the errors seen; an iteration that is
         looked at is plain, and while convergence is slow only every second look (or fourth…, up to 32 iterations) takes
         place. "annealing" begins with ten relaxed iterations under each of 4ᵏε, …, 4ε, from the costs' deviation down;
-        they count, and pay where ε is below a thousandth of the costs; not with JAX arrays. "auto": over-relaxation;
-        but ``tolerance=0`` asks for a number of iterations, and they are plain. None: plain alternating iterations.
+        they count, and pay where ε is below a thousandth of the costs. "auto": over-relaxation; but ``tolerance=0``
+        asks for a number of iterations, and they are plain. None: plain alternating iterations.
     init : (f, g), optional
         Potentials to start from, (..., n) and (..., m). The first update makes g from f.
     gradient : "unrolled", "envelope" or "implicit"
@@ -114,9 +114,7 @@ def solve(  # type: ignore[misc]
         like = _repeat.layout(cost, a, b, epsilon, options)
         if like is not None and (found := _repeat.again(like, cost, a, b, epsilon)) is not None:
             return found
-    if isinstance(cost, list | tuple) and any(map(_holds_jax_arrays, cost)):
-        raise TypeError("cost is a list of JAX arrays' costs; accepted with JAX arrays is one cost at a time")
-    if _holds_jax_arrays(cost):
+    if _holds_jax_arrays(cost) or (isinstance(cost, list | tuple) and any(map(_holds_jax_arrays, cost))):
         from . import jax_ops
 
         return jax_ops.solve(

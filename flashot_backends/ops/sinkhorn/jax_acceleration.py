@@ -90,8 +90,8 @@ def factors(
 ) -> jax.Array:
     """Factors of the ``count`` iterations that follow, (count, 2, B): of their column updates and of their row updates.
 
-    The rows of a look, after the ``last`` of them (from 0), are plain. So are the columns before a translation, and the first ones
-    of all.
+    The rows of a look, after the ``last`` of them (from 0), are plain. So are the columns before a translation, and the
+    first ones of all.
     """
     half_steps = 2 * (iteration - pace.last) + jnp.arange(1, 2 * count + 1)[:, None]
     table = omega(pace.gap, pace.previous, half_steps).reshape(count, 2, -1)

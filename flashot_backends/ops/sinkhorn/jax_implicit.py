@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .jax_loop import State, Updates
+from .jax_duals import Updates
+from .jax_loop import State
 from .jax_streams import Wants
 from .jax_unrolled import Gradients, Walk
 

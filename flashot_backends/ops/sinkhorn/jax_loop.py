@@ -14,9 +14,11 @@ from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs
 
 from . import jax_acceleration as acceleration
 from .jax_acceleration import Pace
+from .jax_annealing import anneal
+from .jax_duals import Point, Updates, begin, step, written_out
 from .jax_problem import Control
-from .jax_streams import minus
-from .jax_unbalanced import Penalty, Side, without_the_unreachable
+from .jax_unbalanced import Penalty
+from .pacing import STAGE_ITERATIONS
 
 
 class State(NamedTuple):
@@ -31,105 +33,34 @@ class State(NamedTuple):
     errors: jax.Array
 
 
-def log_weights(given: jax.Array) -> jax.Array:
-    """log a, −inf without mass; no gradient flows where there is no mass."""
-    massive = given > 0
-    return jnp.where(massive, jnp.log(jnp.where(massive, given, 1)), -jnp.inf)
-
-
-def scaling(log_weight: jax.Array, potential: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """log a + f/ε, and −inf without mass: its potential, +inf where it may go nowhere, has no derivative."""
-    massless = log_weight == -jnp.inf
-    return jnp.where(massless, -jnp.inf, log_weight + jnp.where(massless, 0, potential) / epsilon[:, None])
-
-
-class Duals(NamedTuple):
-    """What updates are made of besides their softmins: ε (B,), logarithms of the weights, penalties.
-
-    Its methods have n or m terms, and JAX differentiates them.
-    """
-
-    epsilon: jax.Array
-    log_a: jax.Array
-    log_b: jax.Array
-    penalty: Penalty | None
-
-    def rows(self, old: jax.Array, softmin: jax.Array, omega: jax.Array | None) -> jax.Array:
-        """f that follows from its softmin, beyond it by the factors ω (B,) of relaxation."""
-        omega = omega if omega is None else omega[:, None]
-        return self._follow(self.penalty and self.penalty.rows, old, softmin, omega)
-
-    def columns(self, old: jax.Array, softmin: jax.Array, omega: jax.Array | None) -> jax.Array:
-        """g that follows from its softmin. Columns without mass only follow, and are not relaxed."""
-        if omega is not None:
-            omega = jnp.where(self.log_b == -jnp.inf, 1, omega[:, None])
-        return self._follow(self.penalty and self.penalty.columns, old, softmin, omega)
-
-    def _follow(self, side: Side | None, old: jax.Array, softmin: jax.Array, omega: jax.Array | None) -> jax.Array:
-        target = softmin if side is None else side.target(self.epsilon, softmin)
-        return target if omega is None else acceleration.relaxed(old, target, omega, self.epsilon[:, None])
-
-    def translation(self, f: jax.Array, g: jax.Array, where: jax.Array | None) -> jax.Array | int:
-        """By how much (B, 1) f is to grow and g to fall, in the problems (B,) where it is due."""
-        if self.penalty is None or where is None:
-            return 0
-        return jnp.where(where[:, None], self.penalty.translation(self.log_a, self.log_b, f, g), 0)
-
-    def floor(self) -> jax.Array:
-        """The least gap that each of these problems can have, (B,)."""
-        if self.penalty is None:
-            return jnp.zeros_like(self.epsilon)
-        contraction = self.penalty.contraction(self.epsilon)[:, 0]
-        return lax.stop_gradient(jnp.sqrt(jnp.maximum(1 - contraction, 0)))
-
-
-class Updates:
-    """A batch of problems as its loop sees it: softmins over all pairs, and what follows from them."""
-
-    def __init__(self, kernel: Any, pairs: Pairs, a: jax.Array, b: jax.Array, penalty: Penalty | None):
-        if penalty is not None:
-            a, b = without_the_unreachable(kernel, pairs, a, b)
-        self.a, self.b = a, b
-        self.kernel, self.pairs, self.columns_first = kernel, pairs, pairs.T
-        self.held, self.lse = kernel.hold(pairs), jax.jit(kernel.lse)  # compiled once for all its calls
-        self.epsilon = pairs.epsilon
-        self.duals = Duals(pairs.epsilon, log_weights(a), log_weights(b), penalty)
-
-    def rows(self, g: jax.Array, guess: jax.Array) -> jax.Array:
-        """The softmin of the rows that belongs to g, (B, n); it may be near a guess."""
-        return minus(self.epsilon, self.lse(self.held, self.h_columns(g), -guess / self.epsilon[:, None]))
-
-    def columns(self, f: jax.Array, guess: jax.Array) -> jax.Array:
-        """The softmin of the columns that belongs to f, (B, m)."""
-        h, near = self.h_rows(f), -guess / self.epsilon[:, None]
-        return minus(self.epsilon, self.lse(self.held.T, h, near))
-
-    def h_rows(self, f: jax.Array) -> jax.Array:
-        """log a + f/ε."""
-        return scaling(self.duals.log_a, f, self.epsilon)
-
-    def h_columns(self, g: jax.Array) -> jax.Array:
-        """log b + g/ε."""
-        return scaling(self.duals.log_b, g, self.epsilon)
-
-
-class Point(NamedTuple):
-    """Where the iterations are: potentials, the softmin that rows had last, and the one that columns have next."""
-
-    f: jax.Array
-    g: jax.Array
-    by_rows: jax.Array
-    by_columns: jax.Array
-
-
 class Saved(NamedTuple):
     """What a derivative needs of the iterations: potentials before every ``stride``-th of them, g only where it is
-    relaxed; the factors of all (iterations, 2, B), of columns and of rows; and who was looked at (looks, B)."""
+    relaxed; the factors of all (iterations, 2, B), of columns and of rows; and who was looked at (looks, B). Of
+    annealing: the stages of each problem (B,), and f before each stage (stages, B, n)."""
 
     f: jax.Array
     g: jax.Array
     factors: jax.Array | None
     looked: jax.Array
+    stages: jax.Array | None = None
+    before_stages: jax.Array | None = None
+
+    def limit(self, control: Control) -> jax.Array | int:
+        """How many iterations follow on annealing at most, (B,)."""
+        return control.max_iterations - (0 if self.stages is None else STAGE_ITERATIONS * self.stages)
+
+
+class _Task(NamedTuple):
+    """What stays the same in every iteration. ``limit`` (B,): the iterations that annealing left."""
+
+    updates: Updates
+    control: Control
+    tolerance: jax.Array
+    limit: jax.Array | int
+
+    @property
+    def translated(self) -> bool:
+        return self.updates.duals.penalty is not None
 
 
 class _Loop(NamedTuple):
@@ -144,43 +75,53 @@ class _Loop(NamedTuple):
 
 def iterate(
     kernel: Any, control: Control, pairs: Pairs, a: jax.Array, b: jax.Array, f: jax.Array, tolerance: jax.Array,
-    penalty: Penalty | None, saving: bool = False,
+    penalty: Penalty | None, stages: jax.Array | None = None, saving: bool = False,
 ) -> tuple[State, Saved | None]:
     """Alternate from the row potentials ``f``: columns, then rows, so that rows are exact at the end.
 
-    A problem that has converged keeps its answer while the others go on. Returns what a derivative needs too, if
-    ``saving``.
+    A problem that has converged keeps its answer while the others go on. Before all this come so many ``stages`` (B,)
+    of annealing, whose iterations count. Returns what a derivative needs too, if ``saving``.
     """
     updates = Updates(kernel, pairs, a, b, penalty)
-    loop = _begin(updates, control, jnp.where(updates.a > 0, f, 0), saving)
-    loop = _repeat(partial(_block, updates, control, tolerance), loop, control)
-    return loop.out._replace(errors=loop.out.errors.T), loop.saved
+    f, limit, before_stages = jnp.where(updates.a > 0, f, 0), control.max_iterations, None
+    if stages is not None:
+        f, before_stages = anneal(updates, f, stages, control.stages, saving)
+        limit = limit - STAGE_ITERATIONS * stages
+    task = _Task(updates, control, tolerance, limit)
+    loop = _repeat(task, _begin(task, f, saving))
+    saved = loop.saved and loop.saved._replace(stages=stages, before_stages=before_stages)
+    return loop.out._replace(errors=loop.out.errors.T), saved
 
 
-def _begin(updates: Updates, control: Control, f: jax.Array, saving: bool) -> _Loop:
-    batch, g = f.shape[:1], jnp.zeros_like(updates.b)
-    point = Point(f, g, f, updates.columns(f, g))
-    pace = acceleration.start(updates.duals.floor(), control.check_every) if control.relaxes else None
+def _begin(task: _Task, f: jax.Array, saving: bool) -> _Loop:
+    control, floor = task.control, task.updates.duals.floor()
+    point, batch = begin(task.updates, f), f.shape[:1]
+    pace = acceleration.start(floor, control.check_every) if control.relaxes else None
     zero = jnp.zeros(batch, f.dtype)
     errors = jnp.full((control.looks, *batch), jnp.nan, f.dtype)
-    out = State(f, g, jnp.zeros(batch, jnp.int32), zero, jnp.zeros(batch, bool), errors)
+    out = State(f, point.g, jnp.zeros(batch, jnp.int32), zero, jnp.zeros(batch, bool), errors)
     return _Loop(jnp.int32(0), point, pace, _nothing_saved(control, point) if saving else None, out)
 
 
 def _nothing_saved(control: Control, point: Point) -> Saved:
     (batch, _), slots, dtype = point.f.shape, -(-control.max_iterations // stride(control)), point.f.dtype
-    factors = jnp.ones((control.max_iterations, 2, batch), dtype) if control.relaxes else None
+    room = min(control.check_every, control.max_iterations) if control.stages else 0  # blocks that a limit cuts overlap
+    count = control.max_iterations + room
+    factors = jnp.ones((count, 2, batch), dtype) if control.relaxes else None
     g = jnp.zeros((slots if control.relaxes else 0, *point.g.shape), dtype)
     looked = jnp.zeros((control.looks, batch), bool)
     return Saved(jnp.zeros((slots, *point.f.shape), dtype), g, factors, looked)
 
 
-def _repeat(block: Any, loop: _Loop, control: Control) -> _Loop:
+def _repeat(task: _Task, loop: _Loop) -> _Loop:
     """Blocks that end after iterations 1, 1 + check_every, …, and the last.
 
     Their lengths are known, so a device need not be asked within them, nor between them where there is no tolerance.
     """
+    control, block = task.control, partial(_block, task)
     loop = block(loop, 1)
+    if control.stages:
+        return _to_their_limits(task, loop)
     blocks, rest = divmod(control.max_iterations - 1, control.check_every)
     last = 1 + blocks * control.check_every
     if not control.stops:
@@ -193,54 +134,65 @@ def _repeat(block: Any, loop: _Loop, control: Control) -> _Loop:
     return lax.cond(_goes_on(loop).any(), lambda loop: block(loop, rest), lambda loop: loop, loop) if rest else loop
 
 
+def _to_their_limits(task: _Task, loop: _Loop) -> _Loop:
+    """The same where annealing left each problem a limit of its own, which may cut a block."""
+    every = task.control.check_every
+
+    def block(loop: _Loop) -> _Loop:
+        left = jnp.where(_goes_on(loop), task.limit - loop.k, every)
+        steps = jnp.minimum(left.min(initial=every), every - (loop.k - 1) % every)
+        return _block(task, loop, min(every, task.control.max_iterations), steps)
+
+    return lax.while_loop(lambda loop: _goes_on(loop).any(), block, loop)
+
+
 def _goes_on(loop: _Loop) -> jax.Array:
     return loop.out.iterations == 0
 
 
-def _block(updates: Updates, control: Control, tolerance: jax.Array, loop: _Loop, count: int) -> _Loop:
-    """``count`` iterations, and a look after the last at those that are due."""
-    looked, factors = _goes_on(loop), None
+def _block(task: _Task, loop: _Loop, count: int, steps: jax.Array | None = None) -> _Loop:
+    """``count`` iterations, or the first ``steps`` of them, and a look after the last at those that are due."""
+    updates, control = task.updates, task.control
+    looked, factors, last = _goes_on(loop), None, (count if steps is None else steps) - 1
+    at = loop.k + last + 1
     if loop.pace is not None:
-        at = loop.k + count
-        looked &= (loop.pace.last + loop.pace.cycle == at) | (at == control.max_iterations)
-        translated = updates.duals.penalty is not None
-        factors = acceleration.factors(loop.pace, loop.k, count, looked, translated).astype(loop.point.f.dtype)
-    loop = _note(loop, control, factors, looked, count)
+        looked &= (loop.pace.last + loop.pace.cycle == at) | (at == task.limit)
+        factors = acceleration.factors(loop.pace, loop.k, count, last, looked, task.translated)
+        factors = factors.astype(loop.point.f.dtype)
+    loop = _note(loop, control, factors, looked, at)
 
     def iteration(i: Any, loop: _Loop, where: jax.Array | None = None) -> _Loop:
         saved = loop.saved and _save(loop.saved, loop.point, loop.k, stride(control))
         point = step(updates, loop.point, None if factors is None else factors[i], where)
         return loop._replace(k=loop.k + 1, point=point, saved=saved)
 
-    translated = updates.duals.penalty is not None
-    before = count - 1 if translated else count
-    loop = lax.fori_loop(0, before, iteration, loop, unroll=min(before, written_out())) if before else loop
-    loop = iteration(count - 1, loop, looked) if translated else loop
-    return _look(updates, loop, control, tolerance, looked)
+    loop = _so_often(iteration, loop, last if task.translated else last + 1)
+    loop = iteration(last, loop, looked) if task.translated else loop
+    return _look(task, loop, looked)
 
 
-def written_out() -> int:
-    """Iterations that one round of a loop does. A round costs a CUDA device as much as some hundred million pairs."""
-    return 10 if jax.default_backend() == "gpu" else 1
+def _so_often(iteration: Any, loop: _Loop, count: jax.Array | int) -> _Loop:
+    """That many iterations, several in one round; where their number is not known, the last round leaves some out."""
+    if isinstance(count, int):
+        return lax.fori_loop(0, count, iteration, loop, unroll=min(count, written_out())) if count else loop
+
+    def some(i: Any, loop: _Loop) -> _Loop:
+        for later in range(written_out()):
+            new, goes_on = iteration(i * written_out() + later, loop), i * written_out() + later < count
+            point = jax.tree.map(partial(jnp.where, goes_on), new.point, loop.point)
+            loop = new._replace(point=point, k=jnp.where(goes_on, new.k, loop.k))
+        return loop
+
+    return lax.fori_loop(0, -(-count // written_out()), some, loop)
 
 
-def step(updates: Updates, point: Point, factors: jax.Array | None, where: jax.Array | None) -> Point:
-    """One iteration, translated before its row update ``where`` (B,) that is due."""
-    duals = updates.duals
-    of_columns, of_rows = (None, None) if factors is None else factors
-    g = duals.columns(point.g, point.by_columns, of_columns)
-    shift = duals.translation(point.f, g, where)
-    g = g - shift
-    by_rows = updates.rows(g, point.by_rows + shift)
-    f = duals.rows(point.f + shift, by_rows, of_rows)
-    return Point(f, g, by_rows, updates.columns(f, point.by_columns))
-
-
-def _note(loop: _Loop, control: Control, factors: jax.Array | None, looked: jax.Array, count: int) -> _Loop:
+def _note(loop: _Loop, control: Control, factors: jax.Array | None, looked: jax.Array, at: jax.Array) -> _Loop:
     """Keep the factors of a block and who is looked at after it."""
     if loop.saved is None:
         return loop
-    saved = loop.saved._replace(looked=loop.saved.looked.at[control.slot(loop.k + count)].set(looked))
+    slot = control.slot(at)
+    looked = looked | loop.saved.looked[slot]  # of a problem whose limit cuts a block
+    saved = loop.saved._replace(looked=loop.saved.looked.at[slot].set(looked))
     if factors is not None:
         saved = saved._replace(factors=lax.dynamic_update_slice_in_dim(saved.factors, factors, loop.k, 0))
     return loop._replace(saved=saved)
@@ -253,19 +205,20 @@ def _save(saved: Saved, point: Point, k: jax.Array, every: int) -> Saved:
     return saved._replace(f=f, g=g)
 
 
-def _look(updates: Updates, loop: _Loop, control: Control, tolerance: jax.Array, looked: jax.Array) -> _Loop:
+def _look(task: _Task, loop: _Loop, looked: jax.Array) -> _Loop:
     """Note the errors, and the problems that end here. Columns without mass say nothing about the error."""
-    out, point, b = loop.out, loop.point, updates.b
+    updates, control, out, point = task.updates, task.control, loop.out, loop.point
     ratio = jnp.exp((point.g - point.by_columns) / updates.epsilon[:, None])
     penalty = updates.duals.penalty
     wanted = 1 if penalty is None else jnp.exp(penalty.columns.lost(point.g))
-    violation = jnp.where(b > 0, b * (ratio - wanted), 0)
+    violation = jnp.where(updates.b > 0, updates.b * (ratio - wanted), 0)
     error = abs(violation).sum(-1) if control.norm == "l1" else jnp.sqrt((violation**2).sum(-1))
-    small = error < tolerance
-    ends = looked & (small | (loop.k == control.max_iterations))
+    small = error < task.tolerance
+    ends = looked & (small | (loop.k == task.limit))
     slot = control.slot(loop.k)
     errors = out.errors.at[slot].set(jnp.where(looked, error, out.errors[slot]))
-    found = point.f, point.g, jnp.broadcast_to(loop.k, ends.shape), error, small
+    run = loop.k + control.max_iterations - task.limit
+    found = point.f, point.g, jnp.broadcast_to(run, ends.shape), error, small
     f, g, iterations, error_, converged = map(partial(_chosen, ends), found, out[:5])
     out = State(f, g, iterations, error_, converged, errors)
     pace = loop.pace

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs, prepare
 
-from . import jax_streams
+from . import jax_acceleration, jax_ragged, jax_streams
 from .costs import broadcast_batch
 from .jax_costs import as_jax
+from .jax_duals import Updates
 from .jax_implicit import implicit
-from .jax_loop import State, Updates, iterate
+from .jax_loop import State, iterate
 from .jax_problem import Control, checked_control, choose, flat, make_problem, starting_point
 from .jax_solution import Solution
 from .jax_streams import Wants, instantiated, moment, values_of
@@ -30,16 +31,29 @@ def solve(
     control = checked_control(
         max_iterations, tolerance, check_every, norm, acceleration, precision, gradient, gradient_tolerance
     )
+    solved = partial(_solved, control, tolerance, backend)
+    if isinstance(cost, list | tuple):
+        return jax_ragged.solve(cost, a, b, epsilon, reach, init, solved)
+    return solved(cost, a, b, epsilon, reach, init)
+
+
+def _solved(
+    control: Control, tolerance: Any, backend: Any, cost: Any, a: Any, b: Any, epsilon: Any, reach: Any, init: Any,
+    sizes: tuple[jax.Array, jax.Array] | None = None,
+) -> Solution:
+    """``sizes``: rows and columns of each problem, where a batch is padded."""
     problem, batch = make_problem(cost, a, b, epsilon, reach)
     kernel = choose(problem, backend)
     pairs = prepare(problem.x, problem.y, problem.epsilon, problem.metric)
     f, penalty = starting_point(problem, batch, init), make_penalty(problem.reach, problem.offsets)
     given = pairs, problem.a, problem.b, f, penalty
-    if gradient == "envelope":
+    envelope = control.gradient == "envelope"
+    if envelope:
         given = jax.lax.stop_gradient(given)
-    state = _solve(kernel, control, *given, jnp.asarray(tolerance, f.dtype))
+    stages = _stages(pairs, control.stages, sizes) if control.stages else None
+    state = _solve(kernel, control, *given, jnp.asarray(tolerance, f.dtype), stages)
     weights = problem.a, problem.b
-    return Solution(kernel, batch, gradient == "envelope", pairs, weights, problem.offsets, problem.reach, state)
+    return Solution(kernel, batch, envelope, pairs, weights, problem.offsets, problem.reach, state)
 
 
 def softmin(cost: Any, h: Any, epsilon: Any, *, guess: Any = None, backend: Any = None) -> jax.Array:
@@ -70,20 +84,25 @@ def plan_product(cost: Any, s: Any, t: Any, values: Any, epsilon: Any, *, backen
     return moment(choose(problem, backend), 0, pairs, s, t, values[:, :, None])[0, :, 0]
 
 
+@partial(jax.jit, static_argnums=(1,))
+def _stages(pairs: Pairs, most: int, sizes: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    return jax_acceleration.stages(pairs, most, sizes)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _solve(
     kernel: Any, control: Control, pairs: Pairs, a: jax.Array, b: jax.Array, f: jax.Array, penalty: Penalty | None,
-    tolerance: jax.Array,
+    tolerance: jax.Array, stages: jax.Array | None,
 ) -> State:
-    return iterate(kernel, control, pairs, a, b, f, tolerance, penalty)[0]
+    return iterate(kernel, control, pairs, a, b, f, tolerance, penalty, stages)[0]
 
 
 def _solve_fwd(kernel: Any, control: Control, *arguments: Any) -> Any:
     wants = Wants.of(arguments[0])
-    pairs, a, b, f, penalty, tolerance = values_of(arguments)
+    pairs, a, b, f, penalty, tolerance, stages = values_of(arguments)
     saving = control.gradient == "unrolled"
-    state, saved = iterate(kernel, control, pairs, a, b, f, tolerance, penalty, saving)
+    state, saved = iterate(kernel, control, pairs, a, b, f, tolerance, penalty, stages, saving)
     return state, (wants, pairs, a, b, penalty, state, saved)
 
 
@@ -97,7 +116,7 @@ def _solve_bwd(kernel: Any, control: Control, residual: Any, cotangent: Any) -> 
         total, by_start = unrolled(updates, wants, control, state.iterations, saved, by_f, by_g)
     duals, weights = total.duals, (updates.a, updates.b)
     by_a, by_b = (_by_weight(*pair) for pair in zip(weights, (duals.log_a, duals.log_b), strict=True))
-    return total.of_pairs, by_a, by_b, jnp.where(updates.a > 0, by_start, 0), duals.penalty, None
+    return total.of_pairs, by_a, by_b, jnp.where(updates.a > 0, by_start, 0), duals.penalty, None, None
 
 
 def _by_weight(weight: jax.Array, by_log: jax.Array) -> jax.Array:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from .costs import broadcast_batch
 from .jax_costs import as_jax, visible
 from .jax_metrics import kernel_form
+from .pacing import most_stages
 from .values import judge
 
 MASS_TOLERANCE = {"float64": 1e-5, "float32": 1e-4}
 NORMS, GRADIENTS = ("l1", "l2"), ("unrolled", "envelope", "implicit")
-ACCELERATIONS = ("auto", "overrelaxation", None)
+ACCELERATIONS = ("auto", "overrelaxation", "annealing", None)
 
 
 class Problem(NamedTuple):
@@ -57,6 +58,7 @@ class Control(NamedTuple):
     relaxes: bool  # updates are over-relaxed
     gradient: str
     residual: float  # of the linear system of the implicit gradient; 0 for the default
+    stages: int  # of annealing, at most
 
     @property
     def looks(self) -> int:
@@ -168,15 +170,21 @@ def starting_point(problem: Problem, batch: tuple[int, ...], init: Any) -> jax.A
     alpha = jnp.zeros_like(problem.a) if problem.offsets is None else problem.offsets[0]
     if init is None:
         return -alpha
+    f = checked_start(init, problem.a.shape[1], problem.b.shape[1])
+    return flat_argument(f.astype(problem.a.dtype), batch, 1, "init's f") - alpha
+
+
+def checked_start(init: Any, n: int, m: int) -> jax.Array:
+    """The f of a pair (f, g), (..., n)."""
     if not isinstance(init, tuple | list) or len(init) != 2:
         raise TypeError(f"init is a {type(init).__name__}; accepted is a pair (f, g) of potentials")
-    for name, given, weight in (("f", init[0], problem.a), ("g", init[1], problem.b)):
+    for name, given, count in (("f", init[0], n), ("g", init[1], m)):
         if given is None and name == "g":
             continue
         shape = as_jax(given, f"init's {name}").shape
-        if shape[-1:] != weight.shape[-1:]:
-            raise ValueError(f"init's {name} has shape {shape}; accepted is (..., {weight.shape[-1]})")
-    return flat_argument(jnp.asarray(init[0], problem.a.dtype), batch, 1, "init's f") - alpha
+        if shape[-1:] != (count,):
+            raise ValueError(f"init's {name} has shape {shape}; accepted is (..., {count})")
+    return jnp.asarray(init[0])
 
 
 def checked_control(
@@ -198,8 +206,9 @@ def checked_control(
         if value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted for JAX arrays is one of {accepted}")
     stops = float(tolerance) > 0
-    relaxes = acceleration == "overrelaxation" or (acceleration == "auto" and stops)
-    return Control(int(max_iterations), int(check_every), norm, stops, relaxes, gradient, float(given or 0))
+    relaxes = acceleration in ("overrelaxation", "annealing") or (acceleration == "auto" and stops)
+    stages = most_stages(int(max_iterations)) if acceleration == "annealing" else 0
+    return Control(int(max_iterations), int(check_every), norm, stops, relaxes, gradient, float(given or 0), stages)
 
 
 # ---------------------------------------------------------------------------------------------------------- values

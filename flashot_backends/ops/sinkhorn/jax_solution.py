@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs
 
 from .jax_costs import as_jax
-from .jax_loop import State, log_weights, scaling
+from .jax_duals import log_weights, scaling
+from .jax_loop import State
 from .jax_metrics import pairwise
 from .jax_problem import flat_argument
 from .jax_streams import moment
@@ -24,19 +25,22 @@ class Solution:
     def __init__(
         self, kernel: Any, batch: tuple[int, ...], envelope: bool, pairs: Pairs, weights: tuple[jax.Array, jax.Array],
         offsets: tuple[jax.Array, jax.Array] | None, reach: jax.Array | None, state: State,
+        sizes: tuple[int, int] | None = None,
     ):  # fmt: skip
+        """``sizes`` are the problem's own (n, m), where it is padded."""
+        self._sizes = sizes
         self._kernel, self._batch, self._envelope = kernel, batch, envelope
         self._pairs, self._weights, self._offsets, self._reach, self._state = pairs, weights, offsets, reach, state
 
     @property
     def f(self) -> jax.Array:
         """Row potentials (..., n), in the unit of the cost."""
-        return self._result(self._potentials()[0], 1)
+        return self._cut(self._result(self._potentials()[0], 1), 0)
 
     @property
     def g(self) -> jax.Array:
         """Column potentials (..., m), in the unit of the cost."""
-        return self._result(self._potentials()[1], 1)
+        return self._cut(self._result(self._potentials()[1], 1), 1)
 
     @property
     def iterations(self) -> jax.Array:
@@ -64,7 +68,7 @@ class Solution:
         matrix, scalings = self._matrix(), s[:, :, None] + t[:, None, :]
         forbidden = matrix == jnp.inf  # +inf/ε has no derivative by ε
         exponents = scalings - jnp.where(forbidden, 0, matrix) / self._pairs.epsilon[:, None, None]
-        return self._result(jnp.exp(jnp.where(forbidden, -jnp.inf, exponents)))
+        return self._cut(self._result(jnp.exp(jnp.where(forbidden, -jnp.inf, exponents))), 0, 1)
 
     def apply(self, values: Any) -> jax.Array:
         """Return P V for V of shape (..., m) or (..., m, k), streamed."""
@@ -77,7 +81,7 @@ class Solution:
     def marginals(self) -> tuple[jax.Array, jax.Array]:
         """Return P1 (..., n) and Pᵀ1 (..., m)."""
         rows, columns = self._marginals()
-        return self._result(rows), self._result(columns)
+        return self._cut(self._result(rows), 0), self._cut(self._result(columns), 1)
 
     def linear_cost(self) -> jax.Array:
         """Return ⟨P, C⟩ (...), streamed. Its gradient is that of the plan too."""
@@ -107,7 +111,7 @@ class Solution:
         rows, columns = self._marginals()
         if convention == "kl":
             f, g = self._potentials()
-            total = _dot(rows, f) + _dot(columns, g) + epsilon * (a.sum(-1) * b.sum(-1) - rows.sum(-1))
+            total = _dot(rows, f) + _dot(columns, g) + epsilon * (_mass(a) * _mass(b) - rows.sum(-1))
         else:
             total = epsilon * (_dot(rows, s) + _dot(columns, t) - rows.sum(-1))
             total = total if self._offsets is None else total + _dots((rows, columns), self._offsets)
@@ -124,7 +128,7 @@ class Solution:
         (a, b), epsilon = self._weights, self._pairs.epsilon
         if convention == "kl":
             held = jax.lax.stop_gradient(self._potentials())
-            offset, logs = a.sum(-1) * b.sum(-1), tuple(map(log_weights, self._reachable()))
+            offset, logs = _mass(a) * _mass(b), tuple(map(log_weights, self._reachable()))
         else:
             scaled = (epsilon[:, None] * part for part in self._scalings())
             held = jax.lax.stop_gradient(tuple(map(jnp.add, scaled, self._offsets or (0, 0))))
@@ -137,8 +141,26 @@ class Solution:
         return sum(_dot(w, _price(part, reach)) for w, part, reach in sides) + epsilon * (offset - mass)
 
     def __repr__(self) -> str:
-        shape = "×".join(map(str, (*self._batch, *(weight.shape[-1] for weight in self._weights))))
+        shape = "×".join(map(str, (*self._batch, self._count(0), self._count(1))))
         return f"Solution({shape}, iterations={self.iterations}, error={self.error}, converged={self.converged})"
+
+    def parts(self, sizes: list[tuple[int, int]]) -> list[Solution]:
+        """The problems of a padded batch, each with its own (n, m)."""
+        (leaves, tree), count = jax.tree.flatten(_flatten(self)[0]), len(sizes)
+        split = [jnp.split(leaf, count) if len(leaf) == count else [leaf] * count for leaf in leaves]
+        each = (jax.tree.unflatten(tree, part) for part in zip(*split, strict=True))
+        known = self._kernel, (), self._envelope
+        return [_unflatten((*known, size), mine) for mine, size in zip(each, sizes, strict=True)]
+
+    def _count(self, side: int) -> int:
+        """n (0) or m (1)."""
+        return self._weights[side].shape[-1] if self._sizes is None else self._sizes[side]
+
+    def _cut(self, padded: jax.Array, *sides: int) -> jax.Array:
+        """Without what is padded at the end of the last axes, which are rows (0) or columns (1)."""
+        if self._sizes is None:
+            return padded
+        return padded[(Ellipsis,) + tuple(slice(self._sizes[side]) for side in sides)]
 
     def _result(self, flat: jax.Array, tail: int | None = None) -> jax.Array:
         """Under the envelope gradient, only the value has a derivative."""
@@ -182,13 +204,16 @@ class Solution:
         pairs, (s, t) = self._pairs, self._scalings()
         if transposed:
             pairs, s, t = pairs.T, t, s
-        name, count = "U" if transposed else "V", t.shape[-1]
+        name, count = "U" if transposed else "V", self._count(0 if transposed else 1)
         values = as_jax(given, name).astype(s.dtype)
         vector = values.ndim <= len(self._batch) + 1 and values.shape[-1:] == (count,)
         values = values[..., None] if vector else values
         if values.ndim < 2 or values.shape[-2] != count:
             raise ValueError(f"{name} has shape {given.shape}; accepted are (..., {count}) and (..., {count}, k)")
+        if count < t.shape[-1]:
+            values = jnp.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, t.shape[-1] - count), (0, 0)])
         out = moment(self._kernel, 0, pairs, s, t, flat_argument(values, self._batch, 2, name))
+        out = out[:, : self._count(1 if transposed else 0)]
         return self._result(out[:, :, 0] if vector else out)
 
     def _matrix(self) -> jax.Array:
@@ -210,7 +235,12 @@ def _divergence(marginal: jax.Array, weights: jax.Array) -> jax.Array:
     """KL(p | a) = Σ p log(p/a) − Σp + Σa, (B,); p is zero where a is."""
     there = marginal > 0
     ratio = jnp.where(there, marginal, 1) / jnp.where(there, weights, 1)
-    return (jnp.where(there, marginal * jnp.log(ratio), 0) - marginal + weights).sum(-1)
+    return (jnp.where(there, marginal * jnp.log(ratio), 0) - marginal).sum(-1) + _mass(weights)
+
+
+def _mass(weights: jax.Array) -> jax.Array:
+    """Σ_i a_i, (B,), which no weight of zero has a derivative of: there is nothing there to take part."""
+    return jnp.where(weights > 0, weights, 0).sum(-1)
 
 
 def _price(potential: jax.Array, reach: jax.Array | None) -> jax.Array:
@@ -240,11 +270,11 @@ _without_gradient.defvjp(lambda result, inputs: (result, None), _refuse)
 
 def _flatten(solution: Solution) -> Any:
     parts = solution._pairs, solution._weights, solution._offsets, solution._reach, solution._state
-    return parts, (solution._kernel, solution._batch, solution._envelope)
+    return parts, (solution._kernel, solution._batch, solution._envelope, solution._sizes)
 
 
 def _unflatten(meta: Any, parts: Any) -> Solution:
-    return Solution(*meta, *parts)
+    return Solution(*meta[:3], *parts, *meta[3:])
 
 
 jax.tree_util.register_pytree_node(Solution, _flatten, _unflatten)

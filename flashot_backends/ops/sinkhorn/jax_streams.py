@@ -88,7 +88,7 @@ def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, gr
     nothing = tuple(None if part is None else jnp.zeros_like(part) for part in pairs[:3])
     if pairs.matrix is not None and needed:
         weights = grad[:, :, None] * plan(pairs, s, h)
-        return (None, None, summed(weights, pairs.matrix)), weights.sum(1)
+        return (None, None, summed(pairs.laid(weights), pairs.matrix)), weights.sum(1)
     if not needed:
         return nothing, kernel.reduce(pairs.T, h, s, grad[:, :, None])[:, :, 0]
     if pairs.metric != "sqeuclidean":
@@ -103,7 +103,7 @@ def _softmin_by_cost(kernel: Any, needed: bool, pairs: Pairs, s: Any, h: Any, gr
 
 def _of_pairs(pairs: Pairs, cost: tuple[Any, ...], epsilon: jax.Array) -> Pairs:
     """Gradients in the form of what they are of."""
-    return Pairs(cost[0], cost[1], cost[2], epsilon, None, pairs.metric)
+    return pairs._replace(x=cost[0], y=cost[1], matrix=cost[2], epsilon=epsilon, held=None)
 
 
 def _with_ones(points: jax.Array) -> jax.Array:
@@ -125,7 +125,7 @@ def summed(gradient: jax.Array, like: jax.Array) -> jax.Array:
 
 def plan(pairs: Pairs, s: jax.Array, t: jax.Array) -> jax.Array:
     """exp(s_i + t_j − C_ij/ε) of a matrix of costs, (B, n, m)."""
-    return jnp.exp(s[:, :, None] + t[:, None, :] - pairs.matrix / pairs.epsilon[:, None, None])
+    return jnp.exp(s[:, :, None] + t[:, None, :] - pairs.costs / pairs.epsilon[:, None, None])
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -166,9 +166,9 @@ def _moment_by_cost(kernel: Any, power: int, pairs: Pairs, s: Any, t: Any, left:
     factor = -1 / pairs.epsilon[:, None, None]
     if pairs.matrix is not None:
         found = plan(pairs, s, t)
-        costs = jnp.where(found == 0, 0, pairs.matrix)
+        costs = jnp.where(found == 0, 0, pairs.costs)
         weights = found * product(left, jnp.swapaxes(right, -1, -2)) * (power + factor * costs**power)
-        return None, None, summed(weights, pairs.matrix)
+        return None, None, summed(pairs.laid(weights), pairs.matrix)
     if pairs.metric != "sqeuclidean":
         return *_moment_by_points(kernel, power, pairs, s, t, left, right), None
 

@@ -15,9 +15,13 @@ from jax import lax
 
 from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs
 
-from .jax_loop import Duals, Point, Saved, Updates, step, stride
+from .jax_acceleration import stage_omegas
+from .jax_annealing import stage_updates, translated
+from .jax_duals import Duals, Point, Updates, begin, step
+from .jax_loop import Saved, stride
 from .jax_problem import Control
 from .jax_streams import Wants, softmin_gradient
+from .pacing import STAGE_ITERATIONS
 
 
 class Gradients(NamedTuple):
@@ -34,6 +38,13 @@ class Gradients(NamedTuple):
     def plus(self, pairs: Any = None, duals: Any = None) -> Gradients:
         """The sums and another half step."""
         return Gradients(_sum(self.pairs, pairs), _sum(self.duals, duals))
+
+    def under(self, factor: jax.Array) -> Gradients:
+        """By ε, where these are by ε times a factor."""
+        pairs, duals = self
+        return Gradients(
+            pairs._replace(epsilon=factor * pairs.epsilon), duals._replace(epsilon=factor * duals.epsilon)
+        )
 
     @property
     def of_pairs(self) -> Pairs:
@@ -103,7 +114,9 @@ def unrolled(
 
     Walks back through segments that are computed again from what was ``saved``.
     """
-    walk, every, count = Walk(updates, wants), stride(control), iterations.max(initial=0)
+    walk, every = Walk(updates, wants), stride(control)
+    iterations = iterations - (control.max_iterations - saved.limit(control))
+    count = iterations.max(initial=0)
 
     def segment(i: Any, passed: Any) -> Any:
         slot = (count - 1) // every - i
@@ -125,18 +138,50 @@ def unrolled(
 
     nothing = Gradients.none(updates), jnp.zeros_like(by_f), jnp.zeros_like(by_g)
     total, by_start, _ = lax.fori_loop(0, -(-count // every), segment, nothing)
-    return total, by_start
+    return (total, by_start) if saved.stages is None else _through_stages(walk, control, saved, total, by_start)
+
+
+def _through_stages(walk: Walk, control: Control, saved: Any, total: Gradients, by_f: jax.Array) -> Any:
+    """Pass the stages of annealing, from the gradient by the f that they led to."""
+
+    def once(i: Any, passed: Any) -> Any:
+        total, by_f = passed
+        stage = stage_updates(walk.updates, i + 1, control.stages)
+        taking_part = (saved.stages > i)[:, None]
+        by_end = jnp.where(taking_part, by_f, 0)
+        more, by_start = _through_stage(Walk(stage, walk.wants), saved.before_stages[i], by_end)
+        more = more.under(stage.epsilon / walk.updates.epsilon)
+        return total.plus(*more), jnp.where(taking_part, by_start, by_f)
+
+    return lax.fori_loop(0, saved.stages.max(initial=0), once, (total, by_f))
+
+
+def _through_stage(walk: Walk, f: jax.Array, by_f: jax.Array) -> tuple[Gradients, jax.Array]:
+    """Pass one stage that began with f; return what it adds, and the gradient by f."""
+    count, factors = STAGE_ITERATIONS, stage_omegas(walk.duals.floor()).astype(f.dtype)
+    history = _replayed(walk.updates, begin(walk.updates, f), count, count, lambda i: (factors[i], None))
+    point = lambda i: jax.tree.map(lambda part: part[i], history)  # noqa: E731
+    by_duals, by_f, by_g = walk.through(translated, by_f, point(count).f, point(count).g)
+
+    def back(j: Any, passed: Any) -> Any:
+        total, *grads = passed
+        at = count - 1 - j
+        return _back(walk, total, point(at), point(at + 1), factors[at], None, grads)
+
+    nothing = Gradients.none(walk.updates).plus(duals=by_duals)
+    return lax.fori_loop(0, count, back, (nothing, by_f, by_g))[:2]
 
 
 def _of_iteration(control: Control, saved: Saved, k: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """The factors of the iteration after the k-th, and where it is translated."""
-    is_look = (k % control.check_every == 0) | (k + 1 == control.max_iterations)
+    is_look = (k % control.check_every == 0) | (k + 1 == saved.limit(control))
     where = saved.looked[control.slot(k + 1)] & is_look
     return None if saved.factors is None else saved.factors[k], where
 
 
 def _back(
-    walk: Walk, total: Gradients, before: Point, after: Point, factors: jax.Array | None, where: jax.Array, grads: Any
+    walk: Walk, total: Gradients, before: Point, after: Point, factors: jax.Array | None, where: jax.Array | None,
+    grads: Any,
 ) -> Any:
     """Pass one iteration, from gradients by f and g after it to those before it."""
     of_columns, of_rows = (None, None) if factors is None else factors
@@ -168,11 +213,19 @@ def _history(updates: Updates, control: Control, saved: Saved, slot: jax.Array, 
     g = saved.g[slot] if len(saved.g) else jnp.zeros_like(updates.b)
     start = Point(f, g, f, updates.columns(f, g))
     kept = (lambda point: Point(point.f, point.g, None, None)) if plain(updates, saved) else lambda point: point
-    blank = lambda part: jnp.zeros((stride(control) + 1, *part.shape), part.dtype).at[0].set(part)  # noqa: E731
+    of = lambda i: _of_iteration(control, saved, slot * stride(control) + i)  # noqa: E731
+    return _replayed(updates, start, stride(control), steps, of, kept)
+
+
+def _replayed(
+    updates: Updates, start: Point, room: int, steps: jax.Array | int, of: Any, kept: Any = lambda point: point
+) -> Any:
+    """The start and where each of the iterations leads, (room + 1, …), ``of`` their factors and translations."""
+    blank = lambda part: jnp.zeros((room + 1, *part.shape), part.dtype).at[0].set(part)  # noqa: E731
 
     def again(i: Any, held: Any) -> Any:
         table, point = held
-        point = step(updates, point, *_of_iteration(control, saved, slot * stride(control) + i))
+        point = step(updates, point, *of(i))
         return jax.tree.map(lambda whole, part: whole.at[i + 1].set(part), table, kept(point)), point
 
     return lax.fori_loop(0, steps, again, (jax.tree.map(blank, kept(start)), start))[0]

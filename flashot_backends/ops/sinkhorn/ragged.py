@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from .control import starting_point
-from .costs import DenseCost, PointCloud, pieces
+from .costs import DenseCost, PointCloud
+from .lists import check_alone, check_entry, each, one_of, rounded
 from .problem import Problem, make_problem
 from .run import Run, run
 from .solution import Solution
 from .solver import State
-
-# Sizes are rounded up to multiples of an eighth of the power of two below: at most an eighth of a side is padding.
-STEPS = 8
 
 
 def solve(
@@ -24,21 +22,16 @@ def solve(
 ) -> list[Solution]:
     """Solve every problem of a list; weights, starting points and ε are lists too, or one ε for all."""
     count = len(costs)
-    sides = [_each(given, name, count) for given, name in ((a, "a"), (b, "b"), (init, "init"))]
+    sides = [each(given, name, count) for given, name in ((a, "a"), (b, "b"), (init, "init"))]
     problems, starts = [], []
     for k, (cost, a_k, b_k, init_k) in enumerate(zip(costs, *sides, strict=True)):
-        if not isinstance(cost, PointCloud | DenseCost) or cost.batch:
-            shape = getattr(cost, "shape", type(cost).__name__)
-            raise ValueError(f"problem {k} of the list is {shape}; accepted are PointCloud and DenseCost, (n, m)")
-        problems.append(make_problem(cost, a_k, b_k, _of(epsilon, k, count), reach))
-        if problems[-1].batch:
-            raise ValueError(
-                f"problem {k} of the list has leading axes {problems[-1].batch}; accepted are weights (n,) and (m,), "
-                "one epsilon each or one for all, and reach as numbers"
-            )
+        check_entry(cost, k)
+        problems.append(make_problem(cost, a_k, b_k, one_of(epsilon, k, count), reach))
+        check_alone(problems[-1].batch, k)
         starts.append(starting_point(problems[-1], init_k))
     solutions: list[Any] = [None] * count
-    for members in _alike(problems).values():
+    padding = how.control.acceleration != "annealing"  # which reads off all costs of a problem where to begin
+    for members in _alike(problems, padding).values():
         together = _stacked([problems[k] for k in members])
         start = torch.cat([_padded(starts[k], together.a.shape[-1]) for k in members])
         state, fixed, _ = run(together, start, how)
@@ -47,40 +40,16 @@ def solve(
     return solutions
 
 
-def _each(given: Any, name: str, count: int) -> list[Any]:
-    """One entry for each problem."""
-    if given is None:
-        return [None] * count
-    entries = pieces(given, name)
-    if len(entries) != count:
-        raise ValueError(f"{name} has {len(entries)} entries and the list {count} problems; accepted is one for each")
-    return entries
-
-
-def _of(epsilon: Any, k: int, count: int) -> Any:
-    """ε of one problem: a number for all, or one for each."""
-    if isinstance(epsilon, list | tuple) or getattr(epsilon, "ndim", 0) == 1:
-        if len(epsilon) != count:
-            raise ValueError(f"epsilon has {len(epsilon)} entries for {count} problems; accepted is one for each")
-        return epsilon[k]
-    return epsilon
-
-
-def _alike(problems: list[Problem]) -> dict[Any, list[int]]:
-    """Positions of problems that one batch can hold without much padding."""
+def _alike(problems: list[Problem], padding: bool) -> dict[Any, list[int]]:
+    """Positions of problems that one batch can hold without much padding, or without any."""
     found: dict[Any, list[int]] = {}
     for k, problem in enumerate(problems):
         width = None if problem.y is None else problem.x.shape[-1]
         kind = problem.metric, problem.x.dtype, problem.narrow, problem.x.device, width, problem.offsets is None
-        size = rounded(problem.a.shape[-1]), rounded(problem.b.shape[-1])
+        size = problem.a.shape[-1], problem.b.shape[-1]
+        size = (rounded(size[0]), rounded(size[1])) if padding else size
         found.setdefault((*kind, problem.rho, *size), []).append(k)
     return found
-
-
-def rounded(count: int) -> int:
-    """The size of a batch that holds so many rows."""
-    step = max(1, (1 << (count - 1).bit_length()) // (2 * STEPS))
-    return -(-count // step) * step
 
 
 def _stacked(problems: list[Problem]) -> Problem:
