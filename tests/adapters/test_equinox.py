@@ -62,7 +62,7 @@ def test_padding_by_vector_by_dense_mask_and_by_cutting_agree():
     assert jnp.abs(by_mask - cut).max() < 1e-5
 
 
-@pytest.mark.parametrize("dustbin", [None, "token", "score"])
+@pytest.mark.parametrize("dustbin", [None, "token", pytest.param("score", marks=pytest.mark.slow)])
 def test_filter_jit_grad_and_vmap(dustbin):
     layer = SinkhornAttention(2, 8, epsilon=jnp.asarray(0.8), dustbin=dustbin, window=4, key=KEY)
     x = jnp.stack([tokens(seed=1), tokens(seed=2)])

@@ -83,7 +83,7 @@ def test_grouped_keys_arrive_unrepeated():
     assert jnp.abs(attend(q, k, v) - repeated).max() < 1e-5
 
 
-@pytest.mark.parametrize("dustbin", [None, "token", "score"])
+@pytest.mark.parametrize("dustbin", [None, "token", pytest.param("score", marks=pytest.mark.slow)])
 def test_modules_learn_their_dustbin(dustbin):
     x, count = tokens(), {None: 0, "token": 3, "score": 1}[dustbin]
     layer = SinkhornAttention(2, 8, rngs=nnx.Rngs(0), dustbin=dustbin, window=4)

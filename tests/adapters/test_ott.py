@@ -63,7 +63,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("epsilon of the host", "unbalanced", "unrolled", "implicit")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_solver_and_gradients(case):
     x, y, a, b = clouds()
 

@@ -190,7 +190,7 @@ def test_gradients_pass_forbidden_pairs(kind, backend):
     right, some = Plain([far], a[:6], b[:5], epsilon, None, 3), far < 1e4
     P, products = right.P[some], right.product[some]
     product = (P * far[some]).sum()
-    kl = product + epsilon * ((P * (P / products).log() - P).sum() + a.sum() * b.sum())
+    kl = product + epsilon * ((P * (P / products).log() - P).sum() + a[:6].sum() * b[:5].sum())
     entropy = product + epsilon * (P * (P.log() - 1)).sum()
     wanted = torch.autograd.grad(P.square().sum() + product + kl + entropy, parts)
     for ours, exact in zip(found, wanted, strict=True):
@@ -315,7 +315,7 @@ print(-run(100) + run(600))
 
 
 @linux
-@pytest.mark.parametrize("reach", ["inf", "2.0"])
+@pytest.mark.parametrize("reach", [pytest.param("inf", marks=pytest.mark.slow), "2.0"])
 def test_memory_of_relaxed_iterations(reach):
     """500 iterations more hold their potentials and softmins, 80 MB, and nothing else, forward and backward."""
     exactly = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # pages of its own for every vector, given back at once

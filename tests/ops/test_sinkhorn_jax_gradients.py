@@ -157,6 +157,7 @@ def second(x):
     return jnp.sin(f).sum()
 
 
+@pytest.mark.slow
 def test_second_derivatives_forward_over_reverse():
     x, y, a, b, epsilon = cases.problem()
     wanted = jax.hessian(lambda x: jnp.sin(cases.loop(cases.distances(x, y), a, b, epsilon, 3)[0]).sum())(x)
