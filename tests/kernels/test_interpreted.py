@@ -14,11 +14,22 @@ HERE = Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_*_triton.py"))
 
 
+def interpreted(name, which):
+    switches = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, "-p", "no:cacheprovider", str(HERE / name)]
+    return subprocess.run(command, cwd=HERE.parents[1], env=os.environ | switches, capture_output=True, text=True)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process")
 @pytest.mark.parametrize("name", FILES)
 def test_interpreted(name):
-    switches = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / name)]
-    done = subprocess.run(command, cwd=HERE.parents[1], env=os.environ | switches, capture_output=True, text=True)
+    done = interpreted(name, "not slow")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_interpreted_at_length():
+    done = interpreted("test_sinkhorn_triton.py", "slow")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

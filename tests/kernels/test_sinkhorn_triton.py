@@ -370,11 +370,12 @@ def test_gradients_of_the_value(gradient):
 
 
 REACHES = {"both": (0.7, 0.3), "rows": (0.5, math.inf), "columns": (math.inf, 0.4), "far": (300.0, 200.0)}
+SLOW = {name: pytest.mark.slow if INTERPRETED and name in ("rows", "columns") else () for name in REACHES}
 
 
 @pytest.mark.parametrize("path", [streamed, in_strips], ids=["streamed", "strips"])
 @pytest.mark.parametrize("kind", ["matrix", 2, 16])
-@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+@pytest.mark.parametrize("reach", [pytest.param(reach, id=name, marks=SLOW[name]) for name, reach in REACHES.items()])
 def test_marginals_that_may_be_missed(reach, kind, path, monkeypatch):
     """The loop on the card against the one that the host steers, in float64: no worse than that one in float32."""
     path(monkeypatch)
