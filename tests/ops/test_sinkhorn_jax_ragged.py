@@ -61,8 +61,9 @@ def deviation(cost):
 
 
 STOPPING = {"acceleration": None, "tolerance": 1e-8, "max_iterations": 330}
+MISSING = {"acceleration": "annealing", "reach": (2.0, None), "tolerance": 1e-8}
 CASES = [
-    ("points", {"acceleration": "annealing", "reach": (2.0, None), "tolerance": 1e-8}, [0, 2, 3]),
+    pytest.param("points", MISSING, [0, 2, 3], marks=pytest.mark.slow),
     ("matrix", STOPPING, [0, 1, 2, 3]),
 ]  # fmt: skip
 

@@ -44,8 +44,7 @@ def loss_and_gradients(monkeypatch, kernel, kind, bin_kind, dtype=jnp.float32, *
 
 KINDS = [
     ("band", "token"),
-    ("mask", None),
-    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("mask", None), *cases.KERNEL_KINDS]),
 ]
 
 
@@ -89,7 +88,7 @@ def test_a_wide_range_of_float32_keeps_its_digits(monkeypatch):
     assert (jnp.abs(got - wanted).max(-1) < 3e-6 * jnp.abs(wanted).max(-1)).all()
 
 
-@pytest.mark.parametrize("over_keys", [True, False])
+@pytest.mark.parametrize("over_keys", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_vmap_twice(monkeypatch, over_keys):
     """More problems, not more axes of the grid; keys that are not mapped over get the sum of the gradients."""
     monkeypatch.setattr(api, "choose", lambda request, backend: pallas_gpu)

@@ -43,8 +43,7 @@ def loss_and_gradients(monkeypatch, kernel, kind, bin_kind, interpret=True, **st
 
 KINDS = [
     ("band", "token"),
-    ("mask", None),
-    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in cases.KERNEL_KINDS),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("mask", None), *cases.KERNEL_KINDS]),
 ]
 
 
