@@ -13,11 +13,10 @@ SECONDS_LEFT in the environment is when to stop: what would take longer is left 
 """
 
 import contextlib
-import os
 import sys
 import time
 
-START, SECONDS = time.time(), float(os.environ.get("SECONDS_LEFT", "600"))
+from facts import say, time_for
 
 import torch
 
@@ -27,17 +26,6 @@ from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, repeat, solve
 DEVICE = "cuda"
 ANNEAL = {"acceleration": "annealing", "tolerance": 1e-4, "max_iterations": 600}
 RELAX = {"acceleration": "overrelaxation", "tolerance": 1e-5, "max_iterations": 400}
-
-
-def say(*parts):
-    print(f"[{time.time() - START:5.1f}]", *parts, flush=True)
-
-
-def time_for(seconds, what):
-    if time.time() - START + seconds < SECONDS:
-        return True
-    say("no time for", what)
-    return False
 
 
 def cloud(n, d, seed, batch=()):

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 
-START, SECONDS = time.time(), float(os.environ.get("SECONDS_LEFT", "600"))
+from facts import say, time_for
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, os.getcwd())
 import jax
@@ -57,17 +58,6 @@ SHAPES = {
     ("pull-direct", 10000, "l1 64"): "32,64,4,2,4 64,64,4,2,2 16,128,4,2,4",
 }
 MATRICES = ("float32", "bfloat16")  # instead of a metric: squared distances over d, rounded so
-
-
-def say(*parts):
-    print(f"[{time.time() - START:5.1f}]", *parts, flush=True)
-
-
-def time_for(seconds, what):
-    if time.time() - START + seconds < SECONDS:
-        return True
-    say("no time for", what)
-    return False
 
 
 def clouds(n, m, d, dtype="float32"):

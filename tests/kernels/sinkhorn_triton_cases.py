@@ -1,11 +1,47 @@
 """What the tests of the Triton kernels share, interpreted and on a card: problems, layouts, and how close is right."""
 
+import contextlib
+import os
+
 import torch
 
+from flashot_backends import dispatch
 from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve
+from flashot_backends.plugins import KernelSpec
 from tests.ops.sinkhorn_cases import normal, plan, sinkhorn, weights
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+NAME = "interpreted" if INTERPRETED else "triton"
 GRADE = 3e-6  # of float32: an error of so much in an exponent, relative to the largest
+
+
+@contextlib.contextmanager
+def serving(operation, kernel):
+    """In the interpreter the kernel serves the CPU, under a name of its own."""
+    if not INTERPRETED:
+        yield
+        return
+    spec = KernelSpec(operation, NAME, kernel.__name__, frozenset({"torch"}))
+    dispatch.register(spec)
+    yield
+    dispatch.unregister(spec)
+
+
+def streamed(monkeypatch):
+    """Two launches an iteration, also where everything would fit in registers."""
+    from flashot_backends.kernels.sinkhorn import triton
+
+    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
+
+
+def in_strips(monkeypatch):
+    """Whole rows in a program's registers, several strips a program, also where there are few rows."""
+    from flashot_backends.kernels.sinkhorn import triton
+
+    streamed(monkeypatch)
+    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
+    monkeypatch.setattr(triton, "processors", lambda _: 3)
 
 
 def points(n, m, d, batch=(), dtype=torch.float32, device="cpu", scale=1.0):

@@ -11,43 +11,34 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a card, or TRITON_INTERPRET=1 (see test_interpreted.py)", allow_module_level=True)
 
-from flashot_backends import dispatch  # noqa: E402
 from flashot_backends.kernels.sinkhorn import reference, triton  # noqa: E402
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 from flashot_backends.ops.sinkhorn import PointCloud, acceleration, solve, solver, unrolled  # noqa: E402
 from flashot_backends.ops.sinkhorn.duals import Duals, stage_of_annealing  # noqa: E402
 from flashot_backends.ops.sinkhorn.problem import log_weights  # noqa: E402
 from flashot_backends.ops.sinkhorn.unbalanced import make_penalty  # noqa: E402
-from flashot_backends.plugins import KernelSpec  # noqa: E402
 from tests.ops.sinkhorn_cases import normal  # noqa: E402
 
 from .sinkhorn_loop_cases import as_the_host, no_host  # noqa: E402
-from .sinkhorn_triton_cases import make_cost, matrix, points, uneven  # noqa: E402
+from .sinkhorn_triton_cases import (  # noqa: E402
+    DEVICE,
+    NAME,
+    in_strips,
+    make_cost,
+    matrix,
+    points,
+    serving,
+    streamed,
+    uneven,
+)
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-NAME = "interpreted" if INTERPRETED else "triton"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy speaks of every infinity
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernel():
-    if not INTERPRETED:
+    with serving("sinkhorn", triton):
         yield
-        return
-    spec = KernelSpec("sinkhorn", NAME, triton.__name__, frozenset({"torch"}))
-    dispatch.register(spec)
-    yield
-    dispatch.unregister(spec)
-
-
-def streamed(monkeypatch):
-    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
-
-
-def in_strips(monkeypatch):
-    streamed(monkeypatch)
-    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
-    monkeypatch.setattr(triton, "processors", lambda _: 3)
 
 
 def short_stages(monkeypatch, iterations):

@@ -14,24 +14,26 @@ if not INTERPRETED and not torch.cuda.is_available():
 from flashot_backends import dispatch  # noqa: E402
 from flashot_backends.kernels.sinkhorn import shapes, triton  # noqa: E402
 from flashot_backends.ops.sinkhorn import softmin, solve  # noqa: E402
-from flashot_backends.plugins import KernelSpec  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, normal, sinkhorn  # noqa: E402
 
 from .sinkhorn_triton_cases import (  # noqa: E402
+    DEVICE,
     LAYOUTS,
+    NAME,
     check,
     check_gradients,
     check_products,
     dense,
+    in_strips,
     largest_exponent,
     make_cost,
     matrix,
     points,
+    serving,
+    streamed,
     uneven,
 )
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-NAME = "interpreted" if INTERPRETED else "triton"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = shapes.TEST_ONE_TILE + shapes.TEST_TILES
 ONE, SEVERAL = (5, 7), (70, 150)
@@ -42,26 +44,8 @@ pytestmark = quiet  # the interpreter computes with numpy, which speaks of every
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernel():
-    """In the interpreter the kernels serve the CPU, under a name of their own."""
-    if not INTERPRETED:
+    with serving("sinkhorn", triton):
         yield
-        return
-    spec = KernelSpec("sinkhorn", NAME, triton.__name__, frozenset({"torch"}))
-    dispatch.register(spec)
-    yield
-    dispatch.unregister(spec)
-
-
-def streamed(monkeypatch):
-    """Two launches an iteration, also where everything would fit in registers."""
-    monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
-
-
-def in_strips(monkeypatch):
-    """Whole rows in a program's registers, several strips a program, also where there are few rows."""
-    streamed(monkeypatch)
-    monkeypatch.setattr(triton.Strips, "FEWEST", 0)
-    monkeypatch.setattr(triton, "processors", lambda _: 3)
 
 
 def resident(monkeypatch):

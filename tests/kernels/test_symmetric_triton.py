@@ -11,7 +11,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a card, or TRITON_INTERPRET=1 (see test_interpreted.py)", allow_module_level=True)
 
-from flashot_backends import dispatch  # noqa: E402
 from flashot_backends.kernels.sinkhorn import far, triton_symmetric  # noqa: E402
 from flashot_backends.ops.divergence import (  # noqa: E402
     KERNELS,
@@ -23,23 +22,16 @@ from flashot_backends.ops.divergence import (  # noqa: E402
     transport,
 )
 from flashot_backends.ops.divergence.schedule import Settings  # noqa: E402
-from flashot_backends.plugins import KernelSpec  # noqa: E402
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-NAME = "interpreted" if INTERPRETED else "triton"
+from .sinkhorn_triton_cases import DEVICE, NAME, serving  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy speaks of every infinity
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernel():
-    """In the interpreter the kernel serves the CPU, under a name of its own."""
-    if not INTERPRETED:
+    with serving("divergence", triton_symmetric):
         yield
-        return
-    spec = KernelSpec("divergence", NAME, triton_symmetric.__name__, frozenset({"torch"}))
-    dispatch.register(spec)
-    yield
-    dispatch.unregister(spec)
 
 
 def problem(n=14, m=23, d=3, batch=(), seed=0):

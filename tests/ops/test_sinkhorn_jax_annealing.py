@@ -27,18 +27,8 @@ from flashot_backends.ops.sinkhorn.problem import make_problem  # noqa: E402
 from . import sinkhorn_jax_cases as cases  # noqa: E402
 from .sinkhorn_jax_cases import close  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("jax_float64")
 INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def _float64(request):
-    with cases.float64(quick="optimised" not in request.fixturenames):
-        yield
-
-
-@pytest.fixture
-def optimised():
-    """For gradients through relaxed or translated iterations; see `sinkhorn_jax_cases.float64`."""
 
 
 def compare(loss, given):

@@ -16,19 +16,9 @@ from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve  # noqa: 
 from . import sinkhorn_jax_cases as cases  # noqa: E402
 from .sinkhorn_jax_cases import close  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("jax_float64")
 INF = math.inf
 EVERYTHING = (0, 1, 2, 3, 4)
-
-
-@pytest.fixture(autouse=True)
-def _float64(request):
-    with cases.float64(quick="optimised" not in request.fixturenames):
-        yield
-
-
-@pytest.fixture
-def optimised():
-    """For gradients through relaxed or translated iterations; see `sinkhorn_jax_cases.float64`."""
 
 
 def problem(epsilon=0.1, rho=(2.0, 0.7)):
