@@ -22,6 +22,7 @@ class Plan:
     index: Any
     apart: Any
     ring: Any
+    scattered: bool
 
     def __init__(self, programs, numbers, constants, copies, **told):
         self.programs, self.numbers, self.constants, self.copies = programs, numbers, constants, copies

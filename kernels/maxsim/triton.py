@@ -160,6 +160,8 @@ class Prepared:
         )
         if not plan.programs:
             return
+        if plan.scattered:
+            winners = winners.contiguous()
         ring = torch.empty_strided(*plan.ring, dtype=plan.index, device=self.device) if plan.ring else None
         more = NOTHING
         if not plan.simple:
@@ -315,6 +317,8 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents, added
     copied = _contiguous_rows(problem)
     simple = problem[4:7] == _ALONE[:3]
     half = "both" if for_queries and for_documents else "queries" if for_queries else "documents"
+    scattered = winners.stride()[1:] != _strides(winners.shape)[1:]
+    winners = winners.contiguous() if scattered else winners
     constants = _backward_constants(problem, winners, half)
     constants.update(FOR_QUERIES=for_queries, FOR_DOCUMENTS=for_documents, ADDED=added)
     chunks = -(-constants["SIZE"] // constants["BD"])
@@ -338,6 +342,7 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents, added
         copies=copied is not problem,
         simple=simple,
         parts=False,
+        scattered=scattered,
         ring=(ring, _strides(ring)) if programs_d else None,
         index=torch.int32 if queries * problem.longest_query * constants["BT"] < 2**31 else torch.int64,
     )

@@ -11,6 +11,7 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from flashot_backends.kernels.maxsim import reference, triton, tuning  # noqa: E402
+from flashot_backends.ops.maxsim import xtr  # noqa: E402
 from flashot_backends.ops.maxsim.inputs import build  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -145,6 +146,35 @@ def test_strides():
     q, x = tokens(8, 5, 3).permute(2, 1, 0), tokens(6, 20, 2, 8)[:, :, 1]
     check(build(q, x, None, None, "exclude", False, None), 3e-6)
     check(build(q, x[:1].expand(5, 20, 8), None, None, "exclude", False, None), 3e-6)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_strides_of_winners(shared):
+    """As XTR makes them: the documents' axis last in memory."""
+    queries, documents = (tokens(3, 5, 8), tokens(4, 20, 8)) if shared else (tokens(2, 5, 8), tokens(2, 2, 20, 8))
+    problem = build(queries, documents, None, None, "exclude", False, None)
+    scores, winners = triton.forward(problem, True)
+    winners[1] = torch.iinfo(winners.dtype).max  # chose nothing
+    order = range(winners.dim())
+    moved = winners.permute(*reversed(order)).contiguous().permute(*reversed(order))
+    gradient = tokens(*scores.shape, seed=5)
+    for wanted in ((True, True), (True, False), (False, True)):
+        expected = triton.backward(problem, winners, gradient, *wanted)
+        assert moved.stride() != winners.stride()
+        found = triton.backward(problem, moved, gradient, *wanted)
+        assert all(one is other is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU: the function chooses the kernel")
+@pytest.mark.parametrize("k", [1, 40])
+def test_xtr(k):
+    q, x, keep = tokens(5, 7, 16), tokens(6, 33, 16), mask(6, 33)
+    results = []
+    for kind in (torch.float32, torch.float64):
+        a, b = q.to(kind).requires_grad_(), x.to(kind).requires_grad_()
+        scores = xtr(a, b, k, None, keep)
+        results.append((scores.double(), *(g.double() for g in torch.autograd.grad(scores.square().sum(), (a, b)))))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [0, 4097])

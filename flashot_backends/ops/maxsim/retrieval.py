@@ -85,4 +85,4 @@ def _best(problem, values, places):
     best = torch.where(retrieved == length, top, top.clamp(min=0))
     kind = index_dtype(problem.longest_document)
     winners = torch.where(kept, where, none_of(kind)).to(kind)
-    return best.view(count, tokens, documents), winners.T.reshape(documents, count, tokens)
+    return best.view(count, tokens, documents), winners.T.contiguous().view(documents, count, tokens)
