@@ -1,9 +1,9 @@
 """GeomLoss on one CUDA card: errors against float64, times beside tensorized, and what tuning.json holds of them.
 
 python benchmarks/card/divergence.py [check] [ot] [host] [table] [first] [million]   (default: these; about 90 seconds)
-python benchmarks/card/divergence.py [tune] [far] [train]                            (about a minute each)
+python benchmarks/card/divergence.py [tune] [far] [near] [train]                     (about a minute each)
 
-`quick` beside any but `first`, `tune` and `far`: tiny sizes, on a CPU where there is no card, to see that it runs.
+`quick` beside any but `first`, `tune`, `far` and `near`: tiny sizes, on a CPU where there is no card, to see that it runs.
 SECONDS_LEFT in the environment is when to stop: parts that would take longer are left out, and say so.
 """
 
@@ -85,7 +85,7 @@ import flashot_backends
 flashot_backends.enable()
 from geomloss import SamplesLoss, ot
 
-from flashot_backends.kernels.sinkhorn import blocks, far, launch, triton_symmetric
+from flashot_backends.kernels.sinkhorn import blocks, far, launch, triton_near, triton_symmetric
 from flashot_backends.ops.divergence import again
 
 CUDA = torch.cuda.is_available()
@@ -393,6 +393,63 @@ def far_costs():
             say(f"far, n={n} epsilon={epsilon}: {cells} cells, {taken:.4f} s, promised {promised:.4f}; all pairs promised {dense:.4f}")
 
 
+def near():
+    """Steps over the tiles that count, beside all pairs: seconds, peak memory, errors; and tiles for tuning.json."""
+
+    def seconds(n, blur, **entries):
+        x, y = cloud(0, n, 3, 1).float().requires_grad_(), cloud(0, n, 3, 2).float() * 0.8 + 0.1
+        taken, kept = [], triton_near.Nearby.__init__
+
+        def noted(self, clouds):
+            kept(self, clouds)
+            taken.append(self)
+
+        def once():
+            card.synchronize()
+            start = time.time()
+            value = both(blur=blur)[0](x, y)
+            (gradient,) = torch.autograd.grad(value, x)
+            card.synchronize()
+            return time.time() - start, value.detach(), gradient
+
+        def work():
+            triton_near.Nearby.__init__ = noted
+            try:
+                if n < 500_000 or n not in warm:
+                    once()
+                    warm.add(n)
+                taken.clear()
+                card.reset_peak_memory_stats()
+                base = card.memory_allocated()
+                found = once()
+                return *found, (card.max_memory_allocated() - base) / 2**20, sum(each.taken for each in taken)
+            finally:
+                triton_near.Nearby.__init__ = kept
+
+        return with_entries(work, **entries)
+
+    warm = set()
+    for n, blur in ((50_000, 0.05), (50_000, 0.01), (100_000, 0.05), (100_000, 0.01), (300_000, 0.05), (300_000, 0.01), (1_000_000, 0.05), (1_000_000, 0.01)):
+        if not time_for(3 + 30 * (n / 1e6) ** 2, f"near, n={n} blur={blur}"):
+            continue
+        ours, all_pairs = (seconds(n, blur, **{"near-pairs": most}) for most in (0, 1 << 60))
+        if isinstance(ours, str) or isinstance(all_pairs, str):
+            say(f"near, n={n} blur={blur}:", ours, all_pairs)
+            continue
+        apart = float((ours[2] - all_pairs[2]).norm() / all_pairs[2].norm())
+        say(
+            f"near, n={n} blur={blur}: {ours[0]:.4f} s, {ours[3]:.0f} MB, {ours[4]} steps over tiles; without {all_pairs[0]:.4f} s, "
+            f"{all_pairs[3]:.0f} MB; values {float(ours[1] / all_pairs[1] - 1):.1e}, gradients {apart:.1e} apart"
+        )
+    for tile in ([16, 128, 4, 1, 4, 128], [32, 128, 4, 1, 2], [16, 64, 2, 1, 8], [16, 64, 4, 1, 4], [32, 64, 4, 1, 4, 128], [16, 256, 4, 1, 2], [8, 128, 4, 1, 6], [32, 128, 8, 1, 2], [64, 128, 8, 1, 1]):
+        line = []
+        for n, blur in ((100_000, 0.01), (300_000, 0.05)):
+            if time_for(4, f"listed {tile}"):
+                found = seconds(n, blur, **{"near-pairs": 0, "listed-3": tile})
+                line.append(found if isinstance(found, str) else f"{found[0]:.4f} s")
+        say(f"listed-3 {tile}:", *line)
+
+
 def million():
     if not time_for(14, "million"):
         return
@@ -447,7 +504,7 @@ def train(steps=100 if QUICK else 1000, n=1000):
 
 PARTS = {
     "check": check, "ot": check_ot, "host": host, "table": table, "first": first, "million": million, "tune": tune,
-    "far": far_costs, "train": train,
+    "far": far_costs, "near": near, "train": train,
 }
 if __name__ == "__main__":
     say(card.get_device_name(), torch.__version__)

@@ -2,7 +2,7 @@
 
 python benchmarks/card/sinkhorn_jax.py [check] [host] [bench] [costs] [shapes]   (default: the first three, 80 seconds)
 
-`costs` is what `bench` is for matrices, "euclidean" and "l1": beside streamed JAX, plain JAX, and the floor of a matrix.
+`shapes` takes minutes; KIND=direct leaves those in whose name ends so. `costs` is what `bench` is for matrices, "euclidean" and "l1": beside streamed JAX, plain JAX, and the floor of a matrix.
 
 Each row stands on its own. SECONDS_LEFT in the environment is when to stop: what would take longer is left out, and says so.
 """
@@ -54,8 +54,9 @@ SHAPES = {
     ("vector-turned", 10000, "float32"): "64,64,4,2,3 128,32,4,2,3 64,32,4,2,6",
     ("lse", 10000, "euclidean 3"): "16,256,4,2,5 16,128,4,2,8 32,128,4,2,4",
     ("lse-direct", 10000, "euclidean 64"): "64,64,4,2,3 32,64,4,2,4 32,128,4,2,3 64,128,8,2,2 16,128,4,2,6",
-    ("pull-direct", 10000, "euclidean 64"): "32,64,4,2,4 64,64,4,2,2 32,128,4,2,2 16,128,4,2,4",
-    ("pull-direct", 10000, "l1 64"): "32,64,4,2,4 64,64,4,2,2 16,128,4,2,4",
+    ("vector-direct", 10000, "euclidean 64"): "64,64,4,2,4 8,128,4,2,8 16,128,4,2,4 16,64,4,2,4",
+    ("pull-direct", 10000, "euclidean 64"): "32,64,4,2,4 16,64,4,2,4 16,32,4,2,4 8,64,4,2,4 8,128,4,2,4 16,128,4,2,4",
+    ("pull-direct", 10000, "l1 64"): "32,64,4,2,4 16,32,4,2,4 8,64,4,2,4 8,128,4,2,4",
 }
 MATRICES = ("float32", "bfloat16")  # instead of a metric: squared distances over d, rounded so
 
@@ -325,6 +326,8 @@ def shapes():
     """Times of a kernel by launch shape; the best belongs into kernels/sinkhorn/pallas_tuning.json."""
     for (kind, n, of), candidates in SHAPES.items():
         found = {}
+        if not kind.endswith(os.environ.get("KIND", "")):
+            continue
         for candidate in candidates.split():
             if not time_for(5, f"{kind} {n} × {of} {candidate}"):
                 break

@@ -4,9 +4,10 @@ Points are sorted into the cells of a grid. For x = c + σu and y = c' + σv wit
 
     exp(−|x − y|²/2ε) = exp(−|D|²/2 − D·u − |u|²/2) exp(D·v − |v|²/2) exp(u·v),
 
-and exp(u·v) is a short sum Σ_α u^α v^α/α! where cells are no wider than the blur, so that |u|, |v| ≤ 1. What a sum up
-to degree p leaves out of a pair's term is at most e^(2r) r^(p+1)/(p+1)! of the term itself, r = max |u||v|: as all
-terms are positive, the same bound holds for their sum, and ε times it for the softmin. (Greengard and Strain, "The fast
+and exp(u·v) is a short sum Σ_α u^α v^α/α! where cells are about as wide as the blur, so that |u|, |v| are about 1. What
+a sum up to degree p leaves out of a pair's term is at most e^(2r) r^(p+1)/(p+1)! of the term itself, r = max |u||v|: as
+all terms are positive, the same bound holds for their sum, and ε times it for the softmin. Where cells would be too
+many they are wider, and sums longer. (Greengard and Strain, "The fast
 Gauss transform", 1991, bound errors absolutely; around cells of both clouds it can be done relatively.) In float64.
 """
 
@@ -25,7 +26,8 @@ from .launch import limit
 TOLERANCE = 2e-7  # relative to a sum: no more than float32 rounds
 MOST_DIMENSIONS = 3
 MOST_CELLS = 512  # of one cloud
-MONOMIALS = 286  # up to degree 10 in three coordinates, where cells are as wide as they may be
+WIDTHS = (1.0, 1.2, 1.4)  # the largest |u| of a cell may be; a wider one only where there would be too many
+MONOMIALS = 286  # up to degree 10 in three coordinates, as where the costs below were measured
 ROWS = 1 << 13  # points whose monomials are held at once on a CPU, in its caches
 ROWS_DEVICE = 1 << 16
 
@@ -58,16 +60,21 @@ class Field(NamedTuple):
 
     def pays(self, epsilon: float) -> bool:
         """Whether this way is clearly quicker than a pass over all pairs."""
-        count, size = math.prod(cells_across(self.low, self.high, epsilon)), (len(self.x), len(self.y))
-        if count > MOST_CELLS:
-            return False
-        device = self.x.device
-        return 1.5 * _seconds(*size, count, device) < _dense(*size, device)
+        return 1.5 * self._seconds(epsilon) < _dense(len(self.x), len(self.y), self.x.device)
 
     def seconds(self, epsilon: float, debias: bool) -> float:
         """What the softmins of a step take, two or four of them."""
-        count, size = math.prod(cells_across(self.low, self.high, epsilon)), (len(self.x), len(self.y))
-        return (1 + debias) * _seconds(*size, count, self.x.device) if count <= MOST_CELLS else math.inf
+        return (1 + debias) * self._seconds(epsilon)
+
+    def _seconds(self, epsilon: float) -> float:
+        across = cells_across(self.low, self.high, epsilon)
+        count, n, m = math.prod(across), len(self.x), len(self.y)
+        if count > MOST_CELLS:
+            return math.inf
+        sides = ((top - bottom) / cells for bottom, top, cells in zip(self.low, self.high, across, strict=True))
+        product = 0.25 * sum(side**2 for side in sides) / epsilon
+        monomials = math.comb(_degree(product) + len(across), len(across))
+        return _seconds(n, m, count, self.x.device, monomials)
 
     def dense(self, debias: bool) -> float:
         """What they take over all pairs."""
@@ -81,9 +88,10 @@ class Field(NamedTuple):
         )
 
 
-def _seconds(n: int, m: int, cells: int, device: torch.device) -> float:
-    costs, rounds = costs_on(device), -(-4 * MONOMIALS * cells**2 // _room(n + m))
-    return (1 + rounds) * (cells * costs.cell + (n + m) * costs.point / 2) + (n + m) * cells * costs.share
+def _seconds(n: int, m: int, cells: int, device: torch.device, monomials: int = MONOMIALS) -> float:
+    costs, rounds = costs_on(device), -(-4 * monomials * cells**2 // _room(n + m))
+    points, longer = (n + m) / 2, monomials / MONOMIALS
+    return (1 + rounds) * (cells * costs.cell + points * longer * costs.point) + 2 * points * cells * costs.share
 
 
 def _room(points: int) -> int:
@@ -133,9 +141,14 @@ class Cells(NamedTuple):
 
 
 def cells_across(low: list[float], high: list[float], epsilon: float) -> list[int]:
-    """Into how many cells a grid cuts each side of a box, so that no point is further than the blur from its centre."""
-    side = 2 * math.sqrt(epsilon / len(low))
-    return [max(1, math.ceil((top - bottom) / side)) for bottom, top in zip(low, high, strict=True)]
+    """Into how many cells a grid cuts each side of a box: no point is much further than the blur from its centre."""
+    found: list[int] = []
+    for width in WIDTHS:
+        side = 2 * width * math.sqrt(epsilon / len(low))
+        found = [max(1, math.ceil((top - bottom) / side)) for bottom, top in zip(low, high, strict=True)]
+        if math.prod(found) <= MOST_CELLS:
+            break
+    return found
 
 
 def into_cells(points: Tensor, low: list[float], high: list[float], epsilon: float) -> Cells:

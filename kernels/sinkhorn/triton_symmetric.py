@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import far, triton
+from . import far, triton, triton_near
 from .launch import (
     INTERPRETED,
     Launch,
@@ -204,9 +204,14 @@ def sums(points: Tensor, weights: Tensor, kind: str, blur: float, slope: bool) -
 
 
 def _descended(clouds: Clouds, task: Task) -> Descent:
+    nearby = None
+    if task.p == 2 and not _layout(clouds, task).small and not _capturing():
+        nearby = triton_near.of(clouds, min(step[0] for step in task.steps[-1]))
+    if nearby is not None:
+        clouds, task = nearby.clouds, task._replace(start=nearby.in_order(task.start))
     if not INTERPRETED:
-        _get_ready(clouds, task)
-    descent = Descent(clouds, task)
+        _get_ready(clouds, task, nearby)
+    descent = Descent(clouds, task, nearby)
     descent.follow()
     return descent
 
@@ -214,16 +219,19 @@ def _descended(clouds: Clouds, task: Task) -> Descent:
 _ready: set[Any] = set()
 
 
-def _get_ready(clouds: Clouds, task: Task) -> None:
+def _get_ready(clouds: Clouds, task: Task, nearby: triton_near.Nearby | None) -> None:
     """Before the first problem of a kind, compile every kernel that it will take, side by side."""
     layout = _layout(clouds, task)
     d = min(layout.d, 2 * triton.CHUNK)
-    key = (torch.cuda.current_device(), clouds.x.dtype, d, task.p, any(layout.need), task.precision, layout.small)
+    how = task.p, any(layout.need), task.precision, layout.small, nearby is not None
+    key = (torch.cuda.current_device(), clouds.x.dtype, d, *how)
     if key in _ready or torch.cuda.is_current_stream_capturing():
         return
 
     def rehearse() -> None:
         descent = Descent(clouds, task)
+        if nearby is not None:
+            nearby.rehearse(descent)
         if layout.small:
             descent.all_but_last()
         else:
@@ -370,9 +378,9 @@ def _rounded(size: int) -> int:
 class Descent:
     """The state of one descent on the card."""
 
-    def __init__(self, clouds: Clouds, task: Task):
+    def __init__(self, clouds: Clouds, task: Task, nearby: triton_near.Nearby | None = None):
         x, a, y, b = clouds
-        self.x, self.y, self.task = x, y, task
+        self.x, self.y, self.task, self.nearby = x, y, task, nearby
         self.a, self.b = (weight if weight.stride(-1) == 1 else weight.contiguous() for weight in (a, b))
         self.layout = layout = _layout(clouds, task)
         self.small = layout.small and task.shown is iter and not _capturing()
@@ -497,8 +505,13 @@ class Descent:
 
     def step(self, k: int) -> None:
         """All softmins of a step."""
-        self._launch(k, False, 1, 1)
+        self._softmins(k, False)
         self.turn = 1 - self.turn
+
+    def _softmins(self, k: int, sloped: bool, for_x: int = 1, for_y: int = 1) -> None:
+        """Over the tiles that count, or over all pairs."""
+        if self.nearby is None or not self.nearby.step(self, k, sloped, for_x, for_y):
+            self._launch(k, sloped, for_x, for_y)
 
     def far_pays(self, fields: list[far.Field], k: int) -> bool:
         """Whether all problems are better served by sums over cells."""
@@ -535,9 +548,9 @@ class Descent:
         if self.small and any(need):
             need = True, True  # one launch for both clouds, where a launch costs more than a slope
         if few and any(need):
-            self._launch(k, True, *map(int, need))
+            self._softmins(k, True, *map(int, need))
         if not (few and all(need)):
-            self._launch(k, False, *(int(not few or not wanted) for wanted in need))
+            self._softmins(k, False, *(int(not few or not wanted) for wanted in need))
         if not few and any(need):
             self._wide_slopes()
         self.turn = 1 - self.turn
@@ -546,8 +559,11 @@ class Descent:
         """What the steps have led to."""
         layout = self.layout
         values = self.potentials[self.turn * self.state :][: self.state].view(layout.batch, 2, layout.rows)
-        slopes = self._slopes() if any(layout.need) else None
-        return Potentials(values, slopes, layout.blocks_x * PAD)
+        slopes, offset = self._slopes() if any(layout.need) else None, layout.blocks_x * PAD
+        if self.nearby is not None:
+            values = self.nearby.turned_back(values, (0, offset))
+            slopes = None if slopes is None else self.nearby.turned_back(slopes, (0, layout.n))
+        return Potentials(values, slopes, offset)
 
     def _slopes(self) -> Tensor:
         layout = self.layout
@@ -556,6 +572,14 @@ class Descent:
 
     def integrate(self, outputs: Outputs) -> None:
         """Values and gradients from the potentials and their slopes."""
+        if self.nearby is None:
+            self._integrate(outputs)
+            return
+        found = Outputs(outputs.value, *(None if part is None else torch.empty_like(part) for part in outputs[1:]))
+        self._integrate(found)
+        self.nearby.put_back(found, outputs)
+
+    def _integrate(self, outputs: Outputs) -> None:
         from .triton_symmetric_kernels import integrate
 
         task, layout = self.task, self.layout

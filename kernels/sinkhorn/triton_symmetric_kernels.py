@@ -184,20 +184,25 @@ def near_top(
 
 @triton.jit
 def near_sums(
-    x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, u, first, last, scale, pad_k, D: tl.constexpr, P: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLOPE: tl.constexpr,
+    x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, u, first, last, scale, pad_k, tiles, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLOPE: tl.constexpr, LISTED: tl.constexpr,
 ):
     """(s_i, Σ_j w_ij (x_i − y_j)) with Σ_j 2^(S_ij + bias_j) = s_i 2^(−u_i), from direct differences.
 
-    Slopes have w = e (P = 2), or e over the distance (P = 1), in scaled units. Written out by coordinate: calls of
-    functions take most of the time of compiling.
+    Over the columns from ``first`` to ``last``, or over those of so many tiles of BLOCK_N in a list. Slopes have w = e
+    (P = 2), or e over the distance (P = 1), in scaled units. Written out by coordinate: calls of functions take most of
+    the time of compiling.
     """
+    EACH: tl.constexpr = 1 if LISTED else BLOCK_N
     BLOCK_M: tl.constexpr = x0.shape[0]
     WIDTH: tl.constexpr = BLOCK_N if SLOPE else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # sums kept apart by column, to meet once at the end
     none = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     s0, s1, s2, s3, s4, s5, s6, s7 = none, none, none, none, none, none, none, none
-    for start in range(first, last, BLOCK_N):
+    for at in range(first, last, EACH):
+        start = at
+        if LISTED:
+            start = tl.load(tiles + at) * BLOCK_N
         cols = start + tl.arange(0, BLOCK_N)
         acc = tl.load(bias + cols)[None, :] + u[:, None]
         base = acc
@@ -339,6 +344,31 @@ def put_slope(out, value, factor, inside, k: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def conclude(
+    softmin, total, s0, s1, s2, s3, s4, s5, s6, s7, old, weight, inside, after, next_bias, slope_out, next_norms, scale,
+    share, keep, next_bits, damping, D: tl.constexpr, P: tl.constexpr, SLOPE: tl.constexpr,
+):
+    """Write what follows from the sums of some rows: potentials, the biases of the next step, slopes."""
+    new = tl.where(share == 0.0, old, keep * old + share * softmin)
+    tl.store(after, new, mask=inside)
+    onward = tl.where(weight == float("-inf"), weight, weight + new * next_bits - next_norms)
+    tl.store(next_bias, onward, mask=inside)
+    if SLOPE:
+        factor = damping / total
+        if P == 2:
+            factor = factor / scale
+        put_slope(slope_out, s0, factor, inside, 0, D)
+        put_slope(slope_out, s1, factor, inside, 1, D)
+        put_slope(slope_out, s2, factor, inside, 2, D)
+        put_slope(slope_out, s3, factor, inside, 3, D)
+        if D > 4:
+            put_slope(slope_out, s4, factor, inside, 4, D)
+            put_slope(slope_out, s5, factor, inside, 5, D)
+            put_slope(slope_out, s6, factor, inside, 6, D)
+            put_slope(slope_out, s7, factor, inside, 7, D)
+
+
+@triton.jit
 def job(
     b, program, x1, x2, y1, y2, norm_x, norm_y, logs, before, after, bias, next_bias, slope_out, parts, counters,
     slopes, programs, n, m, blocks_x, blocks_y, tiles_x, tiles_y, splits_x, splits_y, tiles_each, most_tiles, chunks,
@@ -399,8 +429,9 @@ def job(
         attempt, going = 0, 1
         while going == 1:
             total, s0, s1, s2, s3, s4, s5, s6, s7 = near_sums(
-                x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, u, first, last, scale, pad_k, D, P, BLOCK_N, SLOPE
-            )
+                x0, x1, x2, x3, x4, x5, x6, x7, k1, bias, u, first, last, scale, pad_k, bias, D, P, BLOCK_N, SLOPE,
+                False,
+            )  # fmt: skip
             going = 0
             if attempt == 0:
                 if splits > 1:
@@ -437,26 +468,12 @@ def job(
                     KIND, D, CHUNK, PRODUCTS, BLOCK_N, True, 1,
                 )  # fmt: skip
     if finishes:
-        softmin = norms * scale - top - tl.log2(total)
-        new = tl.where(share == 0.0, old, keep * old + share * softmin)
-        tl.store(after + at, new, mask=inside)
         weight = tl.load(logs + b * (pad_x + pad_y) + offset + rows)
-        onward = tl.where(weight == float("-inf"), weight, weight + new * next_bits - norms * next_scale)
-        tl.store(next_bias + at, onward, mask=inside)
-        if SLOPE:
-            factor = damping / total
-            if P == 2:
-                factor = factor / scale
-            out = slope_out + ((b * 2 + own) * (n + m) + first_out + rows) * D
-            put_slope(out, s0, factor, inside, 0, D)
-            put_slope(out, s1, factor, inside, 1, D)
-            put_slope(out, s2, factor, inside, 2, D)
-            put_slope(out, s3, factor, inside, 3, D)
-            if D > 4:
-                put_slope(out, s4, factor, inside, 4, D)
-                put_slope(out, s5, factor, inside, 5, D)
-                put_slope(out, s6, factor, inside, 6, D)
-                put_slope(out, s7, factor, inside, 7, D)
+        conclude(
+            norms * scale - top - tl.log2(total), total, s0, s1, s2, s3, s4, s5, s6, s7, old, weight, inside,
+            after + at, next_bias + at, slope_out + ((b * 2 + own) * (n + m) + first_out + rows) * D,
+            norms * next_scale, scale, share, keep, next_bits, damping, D, P, SLOPE,
+        )  # fmt: skip
 
 
 @triton.jit

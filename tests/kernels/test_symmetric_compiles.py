@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="no Triton")
 
-from flashot_backends.kernels.sinkhorn import launch, triton_matrices, triton_symmetric  # noqa: E402
+from flashot_backends.kernels.sinkhorn import launch, triton_matrices, triton_near, triton_symmetric  # noqa: E402
 from flashot_backends.ops.divergence import loop  # noqa: E402
 from flashot_backends.ops.divergence.schedule import Settings  # noqa: E402
 
@@ -29,7 +29,7 @@ def seen(monkeypatch):
         monkeypatch.setattr(module, "Launch", note)
     monkeypatch.setattr(triton_symmetric.triton, "launch", note)
     monkeypatch.setattr(launch, "card_class", lambda device: "h200")
-    monkeypatch.setattr(triton_symmetric, "_get_ready", lambda clouds, task: None)
+    monkeypatch.setattr(triton_symmetric, "_get_ready", lambda clouds, task, nearby: None)
     monkeypatch.setattr(triton_symmetric, "_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -65,6 +65,23 @@ def test_a_launch_for_each_step(seen, monkeypatch, tmp_path, d):
     assert {"begin", "step", "integrate"} <= set(seen)
     for one in seen.values():
         check(one, tmp_path, 1, SPILLED)
+
+
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("d", [2, 3, 8])
+def test_steps_over_tiles(seen, monkeypatch, tmp_path, d, sloped):
+    monkeypatch.setattr(triton_near, "Launch", triton_symmetric.Launch)
+    monkeypatch.setattr(triton_symmetric, "_small", lambda device: 0)
+    clouds = triton_symmetric.Clouds(torch.rand(1, 300, d), WEIGHTS[0], torch.rand(1, 200, d), WEIGHTS[1])
+    nearby = triton_near.Nearby(clouds)
+    step = ((0.01, 1.0, 0.0),)
+    task = triton_symmetric.Task(2, (step, step), math.inf, True, sloped, sloped, "high")
+    descent = triton_symmetric.Descent(nearby.clouds, task, nearby)
+    nearby.rehearse(descent)
+    assert {"tell", "count", "fill", "listed"} <= set(seen)
+    tile = triton_near.shape_for(d, torch.device("cpu"))
+    for name in ("tell", "count", "fill", "listed"):
+        check(seen[name], tmp_path, tile.resident if name == "listed" and not sloped else 1, SPILLED)
 
 
 def test_matrices(seen, tmp_path):
