@@ -102,25 +102,49 @@ def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _decoded(
-    codes, spot, packed, at, centroids, weights, columns, SIZE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr
-):
-    """Tokens from a centroid's number and packed buckets: centroid + weight in each dimension, scaled to length 1.
+def _similar_to_codes(
+    q_ptr, q_rows, q, codes, spot, packed, at, centroids, weights, SIZE: tl.constexpr, BD: tl.constexpr,
+    BITS: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Inner products with tokens that are a centroid + one weight in each dimension, scaled to length 1.
 
-    Weights are ordered by the bits as they lie in the byte. Every dimension reads its byte: bytes that are read once,
-    their halves put side by side by ``tl.join``, went wrong on their way into the matrix units (Triton 3.6, Hopper).
+    A byte holds the buckets of several dimensions, the first one in its highest bits. Each place in a byte is a plane
+    of every so many dimensions, and queries and centroids come with the dimensions of a plane side by side, so that
+    bytes are read once and shifted as a whole. Weights are ordered by the bits as they lie in the byte.
     """
-    inside = columns[None, :] < SIZE
-    code = tl.load(codes + spot).to(tl.int64)
-    d = tl.load(centroids + code[:, None] * SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    bit = columns * BITS
-    row = (at + spot) * (SIZE * BITS // 8)
-    byte = tl.load(packed + row[:, None] + (bit // 8)[None, :], mask=inside, other=0).to(tl.int32)
-    bucket = (byte >> (8 - BITS - bit % 8)[None, :]) & ((1 << BITS) - 1)
-    d = tl.where(inside, d + tl.load(weights + bucket), 0.0)
+    BYTES: tl.constexpr = SIZE * BITS // 8
+    PLANE: tl.constexpr = BD * BITS // 8 if BD * BITS // 8 > 16 else 16
+    BT: tl.constexpr = spot.shape[0]
+    BQ: tl.constexpr = q.shape[0]
+    columns = tl.arange(0, PLANE)
+    inside = columns[None, :] < BYTES
+    code = tl.load(codes + spot).to(tl.int64) * SIZE
+    row = (at + spot) * BYTES
+    byte = tl.load(packed + row[:, None] + columns[None, :], mask=inside, other=0).to(tl.int32)
+    squares = tl.zeros([BT], tl.float32)
+    if DOCUMENT_ROWS:
+        similar = tl.zeros([BT, BQ], tl.float32)
+    else:
+        similar = tl.zeros([BQ, BT], tl.float32)
+    for plane in tl.static_range(8 // BITS):
+        place = plane * BYTES + columns
+        bucket = (byte >> (8 - BITS - plane * BITS)) & ((1 << BITS) - 1)
+        d = tl.load(centroids + code[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
+        d = tl.where(inside, d + tl.load(weights + bucket), 0.0)
+        squares += tl.sum(d * d, axis=1)
+        some = tl.load(q_ptr + q_rows[:, None] + place[None, :], mask=inside, other=0.0)
+        if EXACT:
+            high, low, back = _split(some)
+            similar += _similar(d, high, low, back, EXACT, DOCUMENT_ROWS)
+        else:
+            similar += _similar(d.to(some.dtype), some, some, squares, EXACT, DOCUMENT_ROWS)
     if UNIT:
-        d = d / tl.maximum(tl.sqrt(tl.sum(d * d, axis=1)), 1e-12)[:, None]
-    return d
+        scale = 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
+        if DOCUMENT_ROWS:
+            similar = similar * scale[:, None]
+        else:
+            similar = similar * scale[None, :]
+    return similar
 
 
 @triton.jit
@@ -248,11 +272,10 @@ def _score_document(
             else:
                 similar = similar * scale[None, :]
         elif BITS > 0:
-            d = _decoded(d_base, spot, extra, d_at, centroids, weights, columns, SIZE, BITS, UNIT)
-            if EXACT:
-                similar = _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
-            else:
-                similar = _similar(d.to(q.dtype), q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)
+            similar = _similar_to_codes(
+                q_ptr, q_rows, row, d_base, spot, extra, d_at, centroids, weights, SIZE, BD, BITS, UNIT, EXACT,
+                DOCUMENT_ROWS,
+            )  # fmt: skip
         elif ONE:
             d = _load(d_tile, d_rows, columns, SIZE, BD)
             similar = _similar(d, q_high, q_low, q_back, EXACT, DOCUMENT_ROWS)

@@ -245,6 +245,9 @@ def _forward_constants(problem, queries, record, coded, index):
     found["BD"] = _block(found["SIZE"], 128 if exact or found["SIZE"] > 256 else 256)
     if found["SIZE"] > found["BD"]:  # the query tile is read again with each part of the embeddings
         found.update(STAGES=2, num_warps=8)
+    int8, bits, unit = coded or (False, 0, False)
+    if bits:  # what is gathered is better not on its way for several tiles at once: there is room for more programs
+        found.update(STAGES=1)
     found["num_stages"] = found["STAGES"]  # for the loops that do not say it themselves
     far = record and problem.longest_document > EXACT_NUMBERS
     found["FOLD"] = 0 if far or found["DOCUMENT_ROWS"] else found.get("FOLD", 0)
@@ -252,7 +255,6 @@ def _forward_constants(problem, queries, record, coded, index):
     found.setdefault("FLAT", False)
     plain = coded is None and not exact and found["SIZE"] <= found["BD"] and not found["DOCUMENT_ROWS"]
     found["REGISTERS"] = plain and found.get("REGISTERS", False)
-    int8, bits, unit = coded or (False, 0, False)
     found["CLOSE"] = problem.documents.stride(-2) == found["SIZE"] == found["BD"]
     found.update(INT8=int8, BITS=bits, UNIT=unit)
     found.update(ZERO=problem.masked == "zero", HAS_FLOORS=problem.floors is not None)
@@ -300,15 +302,23 @@ def _opened(problem):
     coded = problem.documents
     if coded.residuals is None:
         return problem._replace(documents=coded.values), (True, 0, False), (coded.scales, None, None)
-    weights = coded.weights[_reversed(coded.bits).to(coded.weights.device)]
-    opened = problem._replace(documents=coded.codes[:, None])
-    return opened, (False, coded.bits, coded.unit), (coded.residuals, coded.centroids, weights)
+    weights = coded.weights[_reversed(coded.bits, coded.weights.device)]
+    planes = _by_planes(coded.shape[1], coded.bits, coded.device)
+    queries, centroids = (part.index_select(-1, planes) for part in (problem.queries, coded.centroids))
+    opened = problem._replace(queries=queries, documents=coded.codes[:, None])
+    return opened, (False, coded.bits, coded.unit), (coded.residuals, centroids, weights)
 
 
 @lru_cache
-def _reversed(bits):
+def _by_planes(size, bits, device):
+    """Dimensions in an order in which those that lie in the same bits of their bytes are side by side."""
+    return torch.arange(size, device=device).view(-1, 8 // bits).T.flatten()
+
+
+@lru_cache
+def _reversed(bits, device):
     """All numbers of so many bits with their bits in the other order."""
-    numbers = torch.arange(1 << bits)
+    numbers = torch.arange(1 << bits, device=device)
     return sum(((numbers >> i) & 1) << (bits - 1 - i) for i in range(bits))
 
 
