@@ -78,8 +78,8 @@ def distance(found, expected, free):
 def check(parts, wanted="xyab", tolerance=5e-6, **options):
     """No further from float64 than the tolerance, or than twice the same kernels over all pairs, or torch.
 
-    At a blur of 0.04 gradients in float32 were 1.4e-6 to 3.6e-6 off in ten problems of 40 and 50 points, over all pairs,
-    and 1.3e-6 to 2.6e-6 over lists.
+    At a blur of 0.04 gradients in float32 were 1.4e-6 to 3.6e-6 off in ten problems of 40 and 50 points over all
+    pairs, and 1.3e-6 to 2.6e-6 over lists.
     """
     ours = run(NAME, torch.float32, parts, wanted, **options)
     with pytest.MonkeyPatch.context() as patch:
