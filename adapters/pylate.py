@@ -37,7 +37,7 @@ MODULES = (
 VARIABLE = "PYLATE_SCORES_BACKEND"
 MASKED = {"flashot": "zero", "flashot:exclude": "exclude"}
 SCORED = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
-GROUP_BYTES = {"cpu": 1 << 24, "other": 1 << 30}  # documents that one launch of the reranker holds
+GROUP_BYTES = {"cpu": 1 << 24, "other": 1 << 28}  # documents that one launch of the reranker holds
 
 _log = logging.getLogger("flashot_backends")
 _for_a_loss: contextvars.ContextVar[bool] = contextvars.ContextVar("flashot_pylate_loss", default=False)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flashot_backends.kernels.attention.chunked import score_gradient
 from flashot_backends.kernels.attention.pairs import Pairs, matched, potential
+from flashot_backends.kernels.tpu import without_x64
 
 __all__ = ["applies", "apply", "full_step", "half_step", "lse", "matvec", "prepare", "pull", "score_gradient"]
 
@@ -307,7 +308,7 @@ def _run(kernel, pairs: Pairs, rows: dict, columns: dict, width: int = 0) -> jax
     specs += [_column_spec(name, part, shape, pairs.problems) for name, part in columns.items()]
     padded, scratch = shape.row_tiles * shape.height, (shape.height, width or 1)
     block = (None, shape.height, width) if width else (None, 1, shape.height)
-    result = pl.pallas_call(
+    launch = pl.pallas_call(
         functools.partial(_entry, kernel, shape, tuple(rows), tuple(columns)),
         out_shape=jax.ShapeDtypeStruct((pairs.problems, *((padded, width) if width else (1, padded))), jnp.float32),
         grid=(pairs.problems, shape.row_tiles, shape.reach),
@@ -316,7 +317,9 @@ def _run(kernel, pairs: Pairs, rows: dict, columns: dict, width: int = 0) -> jax
         scratch_shapes=[pltpu.VMEM((shape.height, 1), jnp.float32), pltpu.VMEM(scratch, jnp.float32)],
         compiler_params=_compiler_params("parallel", "parallel", "arbitrary"),
         interpret=interpret,
-    )(*rows.values(), *columns.values())
+    )
+    with without_x64():
+        result = launch(*rows.values(), *columns.values())
     return result[:, : pairs.rows] if width else result[:, 0, : pairs.rows]
 
 
@@ -334,7 +337,7 @@ def _one_pass(shape: _Shape, pairs: Pairs, w, log_target, extra):
     specs += [_column_spec(name, part, shape, pairs.problems) for name, part in columns.items()]
     padded, tile = shape.row_tiles * shape.height, (shape.tiles, 1, shape.width)
     vector, column = pltpu.VMEM((shape.height, 1), jnp.float32), pltpu.VMEM(tile, jnp.float32)
-    u, sums = pl.pallas_call(
+    launch = pl.pallas_call(
         functools.partial(_one_pass_kernel, shape, tuple(rows), tuple(columns)),
         out_shape=[
             jax.ShapeDtypeStruct((pairs.problems, 1, padded), jnp.float32),
@@ -351,7 +354,9 @@ def _one_pass(shape: _Shape, pairs: Pairs, w, log_target, extra):
         ],
         compiler_params=_compiler_params("parallel", "arbitrary", "arbitrary", "arbitrary"),
         interpret=interpret,
-    )(*rows.values(), *columns.values())  # fmt: skip
+    )  # fmt: skip
+    with without_x64():
+        u, sums = launch(*rows.values(), *columns.values())
     return u[:, 0, : pairs.rows], sums.reshape(pairs.problems, -1)[:, : pairs.columns]
 
 

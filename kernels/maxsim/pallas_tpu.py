@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flashot_backends.kernels.maxsim.jax_blocks import backward
+from flashot_backends.kernels.tpu import without_x64
 
 __all__ = ["applies", "backward", "best"]
 
@@ -47,7 +48,7 @@ def best(queries, documents, mask, record: bool):
     alive = pl.BlockSpec((None, 1, width), lambda b, j, i, t: (b * owned + j, 0, t))
     out = pl.BlockSpec((None, 1, height), lambda b, j, i, t: (b * owned + j, 0, i))
     shape = groups * owned, 1, rows.shape[1]
-    value, places = pl.pallas_call(
+    launch = pl.pallas_call(
         functools.partial(_kernel, length, columns.shape[1] // width),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)],
         grid=(groups, owned, rows.shape[1] // height, columns.shape[1] // width),
@@ -58,7 +59,9 @@ def best(queries, documents, mask, record: bool):
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=48 << 20
         ),
         interpret=interpret,
-    )(*inputs)
+    )
+    with without_x64():
+        value, places = launch(*inputs)
     cut = (part[:, 0, : count * tokens].reshape(groups, owned, count, tokens) for part in (value, places))
     value, places = cut
     return value, places if record else None

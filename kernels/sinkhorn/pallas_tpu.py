@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..tpu import without_x64
 from .jax_pairs import Pairs, no_tile, opaque
 
 LARGEST_WIDTH = 512
@@ -246,16 +247,10 @@ def _launch(kernel, pairs: Pairs, rows: dict, columns: dict, values: int, pulls:
         ),
         interpret=interpret,
     )  # fmt: skip
-    with _without_x64():
+    with without_x64():
         result = opaque(launch)(*rows.values(), *columns.values())
     result = jnp.swapaxes(result, 1, 2)[..., :values] if pulls else result
     return result[:, : pairs.rows] if values else result[:, 0, : pairs.rows]
-
-
-def _without_x64() -> Any:
-    """Where JAX has float64, whole numbers of Python are of 64 bits, which a TPU does not count with."""
-    place = jax if hasattr(jax, "enable_x64") else jax.experimental  # of older releases
-    return place.enable_x64(False)
 
 
 def _entry(kernel, row_names, column_names, *refs):

@@ -1,5 +1,10 @@
 """MaxSim's Pallas kernels on a CPU: the interpreter against the chunked kernel, lowering for CUDA and for TPU."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -100,6 +105,36 @@ def test_lowering(monkeypatch, dtype):
     monkeypatch.setattr(jax_ops, "_kernel", lambda tokens, backend: pallas_tpu)
     again = jax.export.export(jax.jit(lambda *t: gradients(*t)), platforms=["tpu"])(*shapes, mask)
     assert "tpu_custom_call" in again.mlir_module()
+
+
+COMPILE = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from flashot_backends.kernels.maxsim import pallas_tpu
+from flashot_backends.ops.maxsim import jax_ops
+jax_ops._kernel = lambda tokens, backend: pallas_tpu
+for name, dtype, wide in (("v5e:2x2", "bfloat16", False), ("v6e:2x2", "float32", False), ("v6e:2x2", "float32", True)):
+    jax.config.update("jax_enable_x64", wide)
+    device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+    given = [((4, 32, 128), dtype), ((16, 180, 128), dtype), ((16, 180), "bool")]
+    given = [jax.ShapeDtypeStruct(*each, sharding=SingleDeviceSharding(device)) for each in given]
+    loss = lambda q, d, mask: jax_ops.maxsim(q, d, documents_mask=mask).sum()
+    jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile()
+    print("compiled", name, dtype, wide)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu package of this jax")
+def test_ahead_of_time_compilation():
+    """Catches what lowering does not, such as numbers of 64 bits. In its own process: libtpu reads the environment."""
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v6e-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.count("compiled") == 3, done.stderr[-3000:]
 
 
 def test_reasons():
