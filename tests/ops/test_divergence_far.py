@@ -41,6 +41,21 @@ def test_a_softmin_is_within_the_bound(monkeypatch, d, epsilon, room):
         assert worst <= far.TOLERANCE * epsilon
 
 
+@pytest.mark.parametrize("most", [512, 200, 130, 100])
+def test_cells_are_wider_only_where_they_would_be_too_many(monkeypatch, most):
+    monkeypatch.setattr(far, "MOST_CELLS", most)
+    clouds, biases = field()
+    across = far.cells_across(clouds.low, clouds.high, 0.05)
+    sides = [top - low for low, top in zip(clouds.low, clouds.high, strict=True)]
+    narrow = [math.ceil(side / (2 * math.sqrt(0.05 / 3))) for side in sides]
+    assert (across == narrow) == (math.prod(narrow) <= most)
+    assert math.isinf(clouds.seconds(0.05, True)) == (math.prod(across) > most)
+    for found, (rows, columns), h in zip(
+        clouds.softmins(0.05, biases), ((clouds.x, clouds.y), (clouds.y, clouds.x)), biases, strict=False
+    ):
+        assert (found - every_pair(rows, columns, h, 0.05)).abs().max() <= far.TOLERANCE * 0.05
+
+
 @pytest.mark.parametrize("product", [0.0, 0.1, 0.5, 1.0, 3.0])
 def test_the_degree_keeps_its_promise(product):
     t = torch.linspace(-product, product, 101, dtype=torch.float64)
