@@ -92,14 +92,20 @@ def check(parts, wanted="xyab", tolerance=5e-6, **options):
         assert distance(found, expected, free) <= limit, (name, distance(found, expected, free), limit)
 
 
-@pytest.mark.parametrize(("reach", "debias"), [(None, True), (0.3, True), (None, False)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("reach", "debias"),
+    [(0.3, True), pytest.param(None, True, marks=SLOW), pytest.param(None, False, marks=SLOW)],
+)
 def test_descents(steps, reach, debias):
     check(problem(40, 60), blur=0.04, scaling=0.3, reach=reach, debias=debias)
     assert sum(steps["steps"]) >= 2
     assert not steps["steps"][0]  # under its temperature everything counts
 
 
-@pytest.mark.parametrize("wanted", ["x", "y", ""])
+@pytest.mark.parametrize("wanted", ["x", pytest.param("y", marks=SLOW), pytest.param("", marks=SLOW)])
 def test_only_what_is_wanted(steps, wanted):
     check(problem(40, 50, 2), wanted, blur=0.04, scaling=0.3)
     assert any(steps["steps"])
@@ -184,7 +190,7 @@ def test_tiles_are_told_as_they_are(d):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "clusters", "outliers", "duplicates", "no weight"])
-@pytest.mark.parametrize("d", [1, 3, 5])
+@pytest.mark.parametrize("d", [1, 3, pytest.param(5, marks=SLOW)])
 def test_the_bounds_hold(d, kind):
     """Of every sum, in float64: what the tiles that are not in a row's list add is no more than is said and allowed."""
     n, m = 200, 300
