@@ -29,7 +29,8 @@ def test_interpreted(name):
 
 
 @pytest.mark.slow
-def test_interpreted_at_length():
-    done = interpreted("test_sinkhorn_triton.py", "slow")
+@pytest.mark.parametrize("name", ["test_sinkhorn_triton.py", "test_near_triton.py"])
+def test_interpreted_at_length(name):
+    done = interpreted(name, "slow")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
