@@ -103,8 +103,8 @@ def _load(base, rows, columns, SIZE: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _similar_to_codes(
-    q_ptr, q_rows, q, codes, spot, packed, at, centroids, weights, SIZE: tl.constexpr, BD: tl.constexpr,
-    BITS: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr,
+    q_ptr, q_rows, codes, spot, packed, at, centroids, weights, SIZE: tl.constexpr, BD: tl.constexpr,
+    BQ: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, DOCUMENT_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Inner products with tokens that are a centroid + one weight in each dimension, scaled to length 1.
 
@@ -115,7 +115,6 @@ def _similar_to_codes(
     BYTES: tl.constexpr = SIZE * BITS // 8
     PLANE: tl.constexpr = BD * BITS // 8 if BD * BITS // 8 > 16 else 16
     BT: tl.constexpr = spot.shape[0]
-    BQ: tl.constexpr = q.shape[0]
     columns = tl.arange(0, PLANE)
     inside = columns[None, :] < BYTES
     code = tl.load(codes + spot).to(tl.int64) * SIZE
@@ -137,7 +136,7 @@ def _similar_to_codes(
             high, low, back = _split(some)
             similar += _similar(d, high, low, back, EXACT, DOCUMENT_ROWS)
         else:
-            similar += _similar(d.to(some.dtype), some, some, squares, EXACT, DOCUMENT_ROWS)
+            similar += _similar(d.to(some.dtype), some, some, some, EXACT, DOCUMENT_ROWS)
     if UNIT:
         scale = 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
         if DOCUMENT_ROWS:
@@ -273,7 +272,7 @@ def _score_document(
                 similar = similar * scale[None, :]
         elif BITS > 0:
             similar = _similar_to_codes(
-                q_ptr, q_rows, row, d_base, spot, extra, d_at, centroids, weights, SIZE, BD, BITS, UNIT, EXACT,
+                q_ptr, q_rows, d_base, spot, extra, d_at, centroids, weights, SIZE, BD, BQ, BITS, UNIT, EXACT,
                 DOCUMENT_ROWS,
             )  # fmt: skip
         elif ONE:

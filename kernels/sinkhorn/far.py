@@ -71,9 +71,8 @@ class Field(NamedTuple):
         count, n, m = math.prod(across), len(self.x), len(self.y)
         if count > MOST_CELLS:
             return math.inf
-        sides = ((top - bottom) / cells for bottom, top, cells in zip(self.low, self.high, across, strict=True))
-        product = 0.25 * sum(side**2 for side in sides) / epsilon
-        monomials = math.comb(_degree(product) + len(across), len(across))
+        furthest = 0.5 * math.hypot(*_sides(self.low, self.high, across))
+        monomials = math.comb(_degree(furthest**2 / epsilon) + len(across), len(across))
         return _seconds(n, m, count, self.x.device, monomials)
 
     def dense(self, debias: bool) -> float:
@@ -151,11 +150,16 @@ def cells_across(low: list[float], high: list[float], epsilon: float) -> list[in
     return found
 
 
+def _sides(low: list[float], high: list[float], across: list[int]) -> list[float]:
+    """Of a cell; none is zero."""
+    return [max(top - base, 1e-300) / count for base, top, count in zip(low, high, across, strict=True)]
+
+
 def into_cells(points: Tensor, low: list[float], high: list[float], epsilon: float) -> Cells:
     """Sort a cloud (n, d) that lies in a box."""
     sigma, across = math.sqrt(epsilon), cells_across(low, high, epsilon)
     bottom = torch.tensor(low, dtype=torch.float64, device=points.device)
-    sides = [max(top - base, 1e-300) / count for base, top, count in zip(low, high, across, strict=True)]
+    sides = _sides(low, high, across)
     side = torch.tensor(sides, dtype=torch.float64, device=points.device)
     place = ((points.double() - bottom) / side).floor_()
     place = torch.minimum(place.clamp_(min=0), torch.tensor(across, device=points.device) - 1)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import near
 from .triton_kernels import coordinate, kernel
 from .triton_symmetric_kernels import conclude, near_sums
 
-CLOSE = tl.constexpr(32.0)  # what is larger than this part of what may be left out is never left out
+CLOSE = tl.constexpr(float(near.CLOSE))
 LARGEST = tl.constexpr(700.0)  # exponent of float64
 ROUNDED = tl.constexpr(1e-14)  # of the numbers that a bound is made of: more than rounding may have taken off it
 

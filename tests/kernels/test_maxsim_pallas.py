@@ -1,10 +1,5 @@
 """MaxSim's Pallas kernels on a CPU: the interpreter against the chunked kernel, lowering for CUDA and for TPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,6 +9,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from flashot_backends.kernels.maxsim import jax_blocks, pallas_gpu, pallas_tpu  # noqa: E402
 from flashot_backends.ops.maxsim import jax_ops  # noqa: E402
+from tests.kernels import ahead_of_time  # noqa: E402
 
 BOTH = pytest.mark.parametrize("kernel", [pallas_gpu, pallas_tpu], ids=["gpu", "tpu"])
 SIZES = {"all": (3, 5), "sets": (3, 2), "pairs": (3, 3)}
@@ -126,15 +122,10 @@ for name, dtype, wide in (("v5e:2x2", "bfloat16", False), ("v6e:2x2", "float32",
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu package of this jax")
+@ahead_of_time.needs_libtpu
 def test_ahead_of_time_compilation():
-    """Catches what lowering does not, such as numbers of 64 bits. In its own process: libtpu reads the environment."""
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v6e-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.count("compiled") == 3, done.stderr[-3000:]
+    """Catches what lowering does not, such as numbers of 64 bits."""
+    ahead_of_time.check(COMPILE, 3)
 
 
 def test_reasons():

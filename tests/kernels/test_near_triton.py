@@ -13,16 +13,11 @@ from flashot_backends.kernels.sinkhorn import near, triton_near, triton_symmetri
 from flashot_backends.kernels.sinkhorn.launch import Shape  # noqa: E402
 from flashot_backends.ops.divergence import sinkhorn_divergence, sinkhorn_potentials, transport  # noqa: E402
 
-from .sinkhorn_triton_cases import DEVICE, NAME, serving  # noqa: E402
+from .sinkhorn_triton_cases import DEVICE, NAME  # noqa: E402
+from .test_symmetric_triton import _kernel, distance, run  # noqa: E402, F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy speaks of every infinity
 TOLERANCE = near.TOLERANCE[torch.float32]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kernel():
-    with serving("divergence", triton_symmetric):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -59,20 +54,6 @@ def problem(n=60, m=90, d=3, batch=()):
     a, b = cloud(n, 1, 3, batch)[..., 0] + 0.1, cloud(m, 1, 4, batch)[..., 0] + 0.1
     x, y = cloud(n, d, 1, batch), 0.8 * cloud(m, d, 2, batch) + 0.1
     return x, y, a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True)
-
-
-def run(backend, dtype, parts, wanted, **options):
-    """The value and its gradients."""
-    inputs = dict(zip("xyab", (part.to(dtype) for part in parts), strict=True))
-    needed = [inputs[name].requires_grad_() for name in wanted]
-    value = sinkhorn_divergence(**inputs, backend=backend, **options)
-    return [value.detach(), *(torch.autograd.grad(value.sum(), needed) if needed else ())]
-
-
-def distance(found, expected, free):
-    if free:
-        found, expected = found - found.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def check(parts, wanted="xyab", tolerance=5e-6, **options):

@@ -1,10 +1,5 @@
 """The Pallas kernels without their chips: values through the interpreter, lowering, and compilation."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -16,6 +11,7 @@ from flashot_backends.kernels.sinkhorn import jax_reference, pallas_gpu, pallas_
 from flashot_backends.kernels.sinkhorn.jax_pairs import Pairs, prepare  # noqa: E402
 from flashot_backends.ops.sinkhorn import DenseCost, jax_ops, solve  # noqa: E402
 from flashot_backends.ops.sinkhorn.jax_problem import Request  # noqa: E402
+from tests.kernels import ahead_of_time  # noqa: E402
 from tests.kernels import sinkhorn_pallas_cases as cases  # noqa: E402
 from tests.ops.attention.conftest import x64  # noqa: E402, F401
 
@@ -232,15 +228,10 @@ print("compiled with float64 at hand")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu package of this jax")
+@ahead_of_time.needs_libtpu
 def test_ahead_of_time_compilation_of_32768_points():
-    """Catches what lowering does not: scoped memory, layouts. In its own process, for libtpu reads the environment."""
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v6e-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.count("compiled") == 19, done.stderr[-3000:]
+    """Catches what lowering does not: scoped memory, layouts."""
+    ahead_of_time.check(COMPILE, 19)
 
 
 def test_reasons():

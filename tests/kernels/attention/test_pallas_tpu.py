@@ -1,10 +1,5 @@
 """The TPU kernels without a TPU: values through the interpreter with race detection, lowering, and compilation."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -14,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from flashot_backends.kernels.attention import chunked, pallas_tpu  # noqa: E402
 from flashot_backends.ops.attention import api, sinkhorn_attention  # noqa: E402
+from tests.kernels import ahead_of_time  # noqa: E402
 from tests.ops.attention import cases  # noqa: E402
 
 N = 140
@@ -108,15 +104,10 @@ print("compiled with float64 at hand")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu package of this jax")
+@ahead_of_time.needs_libtpu
 def test_ahead_of_time_compilation_at_32768_tokens():
-    """Catches what lowering does not: scoped memory, layouts. In its own process, for libtpu reads the environment."""
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v6e-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.count("compiled") == 7, done.stderr[-3000:]
+    """Catches what lowering does not: scoped memory, layouts."""
+    ahead_of_time.check(COMPILE, 7)
 
 
 def test_reasons():
