@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,10 +17,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from .config import Settings, SettingsError, suggestion
+from .config import PREFIX, SWITCHES, Settings, SettingsError, suggestion, user_file
 
-PREFIX = "FLASHOT_"
-SWITCHES = ("FLASHOT_ENABLE", "FLASHOT_WATCH", "FLASHOT_DISABLE_PLUGINS", "FLASHOT_TRACE_PLUGINS")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -81,15 +78,6 @@ def read() -> list[tuple[str, dict[str, Any]]]:
     layers = [(label, check(_toml(label, path), label)) for label, path in files.items()]
     layers.append(("environment", check(_environment(), "environment")))
     return [(label, values) for label, values in layers if values]
-
-
-def user_file() -> Path:
-    """Return the path of the user's own settings file, which need not exist."""
-    if sys.platform == "win32":
-        folder = os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
-    else:
-        folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(folder) / "flashot" / "flashot.toml"
 
 
 def check(values: dict[str, Any], where: str) -> dict[str, Any]:

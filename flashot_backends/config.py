@@ -10,13 +10,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("flashot_backends")
+
+PREFIX = "FLASHOT_"
+SWITCHES = tuple(PREFIX + key for key in ("ENABLE", "WATCH", "DISABLE_PLUGINS", "TRACE_PLUGINS", "PLAIN_LAUNCH"))
 
 
 class SettingsError(ValueError):
@@ -137,14 +142,41 @@ def _layers() -> list[tuple[str, dict[str, Any]]]:
     return [*(_outside or []), ("configure()", _configured), ("use()", used)]
 
 
+def user_file() -> Path:
+    """Return the path of the user's own settings file, which need not exist."""
+    if sys.platform == "win32":
+        folder = os.environ.get("APPDATA") or os.path.expanduser("~/AppData/Roaming")
+    else:
+        folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(folder, "flashot", "flashot.toml")
+
+
+def _is_anything_set() -> bool:
+    """Whether there is anything to read: what reads it takes a quarter of a second to import."""
+    if any(name.upper().startswith(PREFIX) and name not in SWITCHES for name in os.environ):
+        return True
+    if os.path.exists("flashot.toml") or os.path.exists(user_file()):
+        return True
+    try:
+        return b"flashot" in Path("pyproject.toml").read_bytes()
+    except FileNotFoundError:
+        return False
+    except OSError:  # whatever is wrong with it is said by who reads it
+        return True
+
+
+def _read() -> list[tuple[str, dict[str, Any]]]:
+    from . import _sources
+
+    return _sources.read()
+
+
 def _current_base() -> Settings:
     global _base, _outside
     with _lock:
         if _base is None:
             if _outside is None:
-                from . import _sources
-
-                _outside = _sources.read()
+                _outside = _read() if _is_anything_set() else []
             values: dict[str, Any] = {}
             for _, layer in [*_outside, ("configure()", _configured)]:
                 values.update(layer)

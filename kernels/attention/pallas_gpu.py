@@ -421,7 +421,9 @@ def _run(kernel, laid: Laid, rows: dict, columns: dict, scalars: dict | None = N
     if laid.x_ids is not None:
         rows, columns = {**rows, "ids": laid.x_ids}, {**columns, "ids": laid.y_ids}
     padded = laid.x[0].shape[1], laid.y[0].shape[1]
-    blocks = gpu_blocks(kernel.__name__, len(laid.x), max(laid.features, width), laid.problems, *padded)
+    wide = laid.window is None or laid.window >= 2 * LARGEST_BLOCK
+    simple = wide and not laid.packed and "bias" not in laid.dense
+    blocks = gpu_blocks(kernel.__name__, len(laid.x), max(laid.features, width), laid.problems, *padded, simple)
     scalars = {"scale": laid.scale, **(scalars or {})}
     setting = blocks, laid.rows, laid.window, laid.packed, width and _power(width), interpret
     out = _launch(kernel, *setting, scalars, rows, columns, laid.dense)

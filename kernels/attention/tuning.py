@@ -10,15 +10,21 @@ PROCESSORS = 132
 Blocks = tuple[int, int, int, int]
 
 
-def gpu_blocks(kernel: str, parts: int, features: int, problems: int, rows: int, columns: int) -> Blocks:
+def gpu_blocks(
+    kernel: str, parts: int, features: int, problems: int, rows: int, columns: int, simple: bool = False
+) -> Blocks:
     """Rows and columns of a tile, warps, pipeline stages.
 
     kernel: the kernel's name. parts: 1 for 16-bit operands, 2 for float32 in two parts. rows, columns: padded.
+    simple: neither bias nor segments, which want registers, nor a band about as narrow as a tile.
     """
     height, width, warps, stages = _blocks(kernel, parts, features)
+    if simple and kernel == "_half_step_kernel" and parts == 1 and 32 < features <= 64:
+        height, width, warps, stages = 128, 128, 4, 2
     if height == 128 and problems * rows < 128 * PROCESSORS:
         height, warps = 64, 4
-        width = 128 if parts == 1 and kernel == "_half_step_kernel" and features <= 64 else width
+        if parts == 1 and kernel == "_half_step_kernel" and features <= 64:
+            width, stages = 128, 3
     return min(height, rows), min(width, columns), warps, stages
 
 

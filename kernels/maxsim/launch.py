@@ -1,10 +1,12 @@
 """Thin launches: what a kind of call compiles to is kept, and started without Triton's binding of arguments."""
 
-import os
 from typing import Any
 
 import torch
 import triton
+
+from flashot_backends.kernels import ahead
+from flashot_backends.kernels.environment import plain_launches
 
 # The order of the launcher's arguments that the short way relies on was read in these versions.
 KNOWN = ((3, 5), (3, 6))
@@ -67,6 +69,7 @@ def arguments(kernel, plan, tensors, more):
 
 def _ordinary(kernel, plan, arguments):
     """Triton's own launch, on the right device; the compiled kernel, or None when interpreted."""
+    ahead.wait()
     device = arguments[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -82,7 +85,7 @@ def _short(compiled, rest):
     """
     run = compiled.run
     scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
-    if VERSION not in KNOWN or scratch or os.environ.get("FLASHOT_PLAIN_LAUNCH"):
+    if VERSION not in KNOWN or scratch or plain_launches():
         return None
     head = (compiled.packed_metadata, None, None, None)
     if VERSION == (3, 6):  # its Python half only looks for scratch space

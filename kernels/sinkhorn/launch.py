@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import threading
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from flashot_backends.kernels import ahead
+from flashot_backends.kernels.environment import plain_launches
 
 KINDS = ("dot", "fma", "matrix")
 PROCESSORS = 108  # assumed where no card can be asked
@@ -224,11 +228,11 @@ class _Started:
 def compile_together(work: Callable[[], Any]) -> None:
     """Go through ``work`` without starting anything, then compile all the kernels it would start, side by side.
 
-    Most of compiling is spent where Python's lock is free, but for reading the kernel's Python code. The longest kernel
-    goes first, and nobody else reads until it has been read; meanwhile the C compiler builds its launcher.
+    Most of compiling is spent where Python's lock is free, but for reading the kernel's Python code. So kernels are
+    read one after the other, the longest first, and meanwhile the C compiler builds launchers.
     """
-    with ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool, _one_reader():
-        driver = others.submit(_start_driver)
+    ahead.begin()
+    with ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
         calls: list[Any] = []
         token = _recorded.set(calls)
         try:
@@ -238,43 +242,69 @@ def compile_together(work: Callable[[], Any]) -> None:
         device = torch.cuda.current_device()
         distinct = {(kernel, constants, options): args for kernel, args, constants, options in calls}
         longest_first = sorted(distinct.items(), key=lambda item: -len(getattr(item[0][0], "src", "")))
+        launchers = [others.submit(_build_launcher, kernel, args) for (kernel, *_), args in longest_first]
 
-        def build(item: Any) -> None:
+        def build(place: int, item: Any) -> None:
             (kernel, constants, options), args = item
             torch.cuda.set_device(device)
-            launcher = others.submit(_build_launcher, kernel, args)
-            driver.result()
-            compiled = kernel.warmup(*args, *constants, grid=(1,), **dict(options))
-            launcher.result()
+            with turns.at(place):
+                compiled = kernel.warmup(*args, *constants, grid=(1,), **dict(options))
+            launchers[place].result()
             getattr(compiled, "_init_handles", lambda: None)()
 
-        list(pool.map(build, longest_first))
+        ahead.wait()
+        with _Turns(len(longest_first)) as turns, _no_collection(), ahead.lock_handed_on():
+            list(pool.map(build, range(len(longest_first)), longest_first))
 
 
-def _start_driver() -> None:
-    """What Triton does first on a machine: the C compiler builds its link to the card's driver."""
-    from triton.runtime import driver
+class _Turns:
+    """Lets threads turn Python code into Triton's one after the other; together all would be as late as the last."""
 
-    with contextlib.suppress(Exception):  # whatever is wrong shows when a kernel is compiled
-        driver.active.get_current_device()
+    def __init__(self, count: int):
+        self.read = [threading.Event() for _ in range(count)]
+        self.mine = threading.local()
+
+    def __enter__(self) -> _Turns:
+        from triton.compiler.compiler import ASTSource
+
+        self.plain = plain = ASTSource.make_ir
+
+        def make_ir(*args: Any, **options: Any) -> Any:
+            try:
+                return plain(*args, **options)
+            finally:
+                getattr(self.mine, "is_over", lambda: None)()
+
+        ASTSource.make_ir = make_ir
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from triton.compiler.compiler import ASTSource
+
+        ASTSource.make_ir = self.plain
+
+    @contextlib.contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Wait for one's turn, which is over when the code was read, or need not be."""
+        if place:
+            self.read[place - 1].wait()
+        self.mine.is_over = self.read[place].set
+        try:
+            yield
+        finally:
+            self.read[place].set()
 
 
 @contextlib.contextmanager
-def _one_reader() -> Iterator[None]:
-    """Let one thread at a time turn Python code into Triton's; together they would all be as late as the last."""
-    from triton.compiler.compiler import ASTSource
-
-    lock, plain = threading.Lock(), ASTSource.make_ir
-
-    def make_ir(*args: Any, **options: Any) -> Any:
-        with lock:
-            return plain(*args, **options)
-
-    ASTSource.make_ir = make_ir
+def _no_collection() -> Iterator[None]:
+    """Leave the search for cyclic garbage until later: it goes through all that torch has in memory."""
+    wanted = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        ASTSource.make_ir = plain
+        if wanted:
+            gc.enable()
 
 
 def _build_launcher(kernel: Any, args: tuple[Any, ...]) -> None:
@@ -294,7 +324,7 @@ def _build_launcher(kernel: Any, args: tuple[Any, ...]) -> None:
 
 def _thin(compiled: Any) -> bool:
     """Whether this Triton's launcher is the one that ``Launch`` knows, and no profiler wants to see launches."""
-    if os.environ.get("FLASHOT_PLAIN_LAUNCH") or not (3, 4) <= _version() <= (3, 6):
+    if plain_launches() or not (3, 4) <= _version() <= (3, 6):
         return False
     run = compiled.run
     return not (getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0))

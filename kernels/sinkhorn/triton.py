@@ -436,6 +436,11 @@ def alignment(prepared: Prepared) -> tuple[int, int]:
     return 0, int(aligned)
 
 
+def lookers(op: Fused) -> int:
+    """Programs that look through a matrix, a few tiles of 8 192 entries each."""
+    return min(-(-op.rows // (8192 // BLOCK)) * -(-op.columns // BLOCK), 512)
+
+
 def strides(prepared: Prepared) -> tuple[int, int]:
     """The strides of rows and columns, counted as ``_alignment`` says."""
     unit, align = alignment(prepared)

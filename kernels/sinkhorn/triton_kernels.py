@@ -262,19 +262,45 @@ def prepare(
         tl.atomic_max(flags + tl.where(is_q, 0, 1), 1)
 
 
+@triton.jit
+def look_through(
+    matrix, seen, first, programs, n, m, stride_q, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Note whether some of a matrix' tiles hold NaN or −inf."""
+    across = tl.cdiv(m, COLUMNS)
+    for tile in range(first, tl.cdiv(n, ROWS) * across, programs):
+        rows = (tile // across) * ROWS + tl.arange(0, ROWS)
+        columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (rows < n)[:, None] & (columns < m)[None, :]
+        places = rows.to(tl.int64)[:, None] * stride_q + columns.to(tl.int64)[None, :] * stride_k
+        sound = tl.load(matrix + places, mask=inside, other=0.0).to(tl.float32) > float("-inf")
+        if tl.min(tl.min(sound.to(tl.int32), 1), 0) == 0:
+            tl.store(seen, 1.0)
+
+
 @kernel
 def start(
-    a, b_weight, f, epsilon, norm_q, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles, errors, penalty,
-    gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32, n: tl.int32,
-    m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64, batch_f: tl.int64,
-    stride_f: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    a, b_weight, f, epsilon, matrix, norm_q, slopes, log_a, log_b, row_bias, column_bias, seen, flags, gaps, cycles,
+    errors, penalty, gap: tl.float32, check_every: tl.int32, looks: tl.int32, programs: tl.int32, batch: tl.int32,
+    n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64, batch_b: tl.int64,
+    batch_f: tl.int64, stride_f: tl.int64, stride_epsilon: tl.int64, batch_m: tl.int64, stride_q: tl.int64,
+    stride_k: tl.int64, KIND: tl.constexpr, LOOK: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases.
+    """The loop's starting state: log₂ of the weights, row biases from f, empty column biases; a matrix' slope.
 
-    Notes what was seen of the values: bad coordinates of x and of y, bad weights of either side, masses and ε.
+    Notes what was seen of the values: bad coordinates of x and of y, bad weights of either side, masses and ε. With
+    ``LOOK`` the programs beyond the blocks look through the matrix, and note NaN and −inf where bad coordinates are.
     """
     b, block = place(programs)
+    if LOOK:
+        if block >= blocks_q + blocks_k:
+            look_through(matrix + b * batch_m, seen, block - blocks_q - blocks_k, programs - blocks_q - blocks_k,
+                         n, m, stride_q, stride_k, 8192 // BLOCK, BLOCK)  # fmt: skip
+            return
     if block == 0:
+        if KIND == MATRIX:
+            bits = tl.full([], -1.4426950408889634, tl.float64)
+            tl.store(slopes + b, (bits / tl.load(epsilon + b * stride_epsilon)).to(tl.float32))
         tl.store(seen + 4 + 2 * batch + b, tl.load(epsilon + b * stride_epsilon).to(tl.float64))
         tl.store(gaps + 2 * b, tl.maximum(gap, tl.load(penalty + 8 * b + FLOOR)))
         tl.store(cycles + 2 * b, check_every)
@@ -283,7 +309,7 @@ def start(
             which = first + tl.arange(0, BLOCK)
             tl.store(errors + b * looks + which, blank * float("nan"), mask=which < looks)
             tl.store(errors + (batch + b) * looks + which, blank, mask=which < looks)
-        if b == 0:
+        if (b == 0) & (KIND != MATRIX):
             tl.store(seen, tl.load(flags).to(tl.float64))
             tl.store(seen + 1, tl.load(flags + 1).to(tl.float64))
     if block < blocks_q:
@@ -292,7 +318,7 @@ def start(
         unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
         u = tl.load(f + b * batch_f + rows.to(tl.int64) * stride_f, mask=rows < n, other=0.0) / unit
         at = b * blocks_q * PAD + rows
-        if NORMS:
+        if KIND == DOT:
             u -= tl.load(norm_q + at)
         log_weight = tl.log2(weight)
         tl.store(log_a + at, log_weight)

@@ -141,7 +141,10 @@ class Loop(Vectors):
         self.scratch = self.done if op.prepared.scratch is None else op.prepared.scratch
         self.slopes = op.prepared.slopes
         tile = triton.fitting_tile(op, control.max_iterations) if penalty is None else None
-        self.preparation, self.begin, self.end = op.prepared.launches, self._start(op), self._finish(op, tile is None)
+        # Elsewhere the first potentials tell of every cost; what takes one launch is looked through before it.
+        looks_through = tile is not None and op.cost.matrix is not None
+        self.preparation, self.begin = op.prepared.launches, self._start(op, looks_through)
+        self.end = self._finish(op, tile is None)
         self.whole: Launch | None = None
         if tile is not None:
             self.whole = self._resident(op, tile)
@@ -173,7 +176,7 @@ class Loop(Vectors):
             self.alternate(inspect, matrix is not None)
             self.end()
             return
-        report = self.report(inspect, None if matrix is None else matrix.amin())
+        report = self.report(inspect, matrix is not None)
         self.whole()
         self.end()
         report()
@@ -190,10 +193,8 @@ class Loop(Vectors):
         storages = (part.untyped_storage() for part in self.kept)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) <= MOST_BYTES
 
-    def again(self, addresses: dict[str, int], epsilon: Tensor, inspect: Inspect, matrix: Tensor | None) -> None:
+    def again(self, addresses: dict[str, int], inspect: Inspect, matrix: Tensor | None) -> None:
         """Run once more, with these addresses of what is given and of the results."""
-        if matrix is not None:
-            self.slopes.copy_(triton.slopes_of(epsilon))
         for one in self.changing:
             one.attach(addresses)
         try:
@@ -210,28 +211,31 @@ class Loop(Vectors):
         """The launches in which something changes from run to run."""
         return [one for one in self.launches if one.places]
 
-    def _start(self, op: triton.Fused) -> Launch:
+    def _start(self, op: triton.Fused, looks_through: bool) -> Launch:
         from .triton_kernels import start
 
-        rows, columns = op.prepared.rows, op.prepared.columns
+        prepared = op.prepared
+        rows, columns = prepared.rows, prepared.columns
         epsilon, a, b, f = (self.given[name] for name in GIVEN)
+        matrix = rows.half_norm if op.cost.matrix is None else op.cost.matrix
+        looking = triton.lookers(op) if looks_through else 0
+        programs = rows.blocks + columns.blocks + looking
         args = (
-            a, b, f, epsilon, rows.half_norm, self.log_a, self.log_b, self.row_bias, self.column_bias, self.seen,
-            self.scratch, self.gaps, self.cycles, self.outputs[5], self.penalty,
-            self.control.gap, self.control.check_every, self.control.looks, rows.blocks + columns.blocks,
-            self.batch, rows.length, columns.length, rows.blocks, columns.blocks, a.stride(0), b.stride(0),
-            *f.stride(), epsilon.stride(0),
+            a, b, f, epsilon, matrix, rows.half_norm, self.slopes, self.log_a, self.log_b, self.row_bias,
+            self.column_bias, self.seen, self.scratch, self.gaps, self.cycles, self.outputs[5], self.penalty,
+            self.control.gap, self.control.check_every, self.control.looks, programs, self.batch, rows.length,
+            columns.length, rows.blocks, columns.blocks, a.stride(0), b.stride(0), *f.stride(), epsilon.stride(0),
+            prepared.batch_stride, rows.stride, columns.stride,
         )  # fmt: skip
-        variant = tuple(tensor.data_ptr() % 16 for tensor in (a, b, f, epsilon))
-        constants = (op.prepared.kind == triton.DOT, triton.BLOCK)
-        programs = (rows.blocks + columns.blocks) * self.batch
-        return Launch(start, programs, args, constants, (("num_warps", 4),), variant)
+        variant = (matrix.dtype, *(tensor.data_ptr() % 16 for tensor in (a, b, f, epsilon, matrix)))
+        constants = (prepared.kind, looks_through, triton.BLOCK)
+        return Launch(start, programs * self.batch, args, constants, (("num_warps", 4),), variant)
 
-    def report(self, inspect: Inspect, lowest: Tensor | None) -> Callable[[], None]:
+    def report(self, inspect: Inspect, matrix: bool, lowest: Tensor | None = None) -> Callable[[], None]:
         """Fetch what was seen of the values while the card goes on; the result hands it to ``inspect``.
 
-        ``lowest`` is NaN or −inf where a matrix holds such costs. While a CUDA graph is captured nothing can be
-        fetched, and nothing is inspected.
+        ``lowest`` is NaN or −inf where a matrix holds such costs, unless the first flag says so. While a CUDA graph is
+        captured nothing can be fetched, and nothing is inspected.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return lambda: None
@@ -241,7 +245,7 @@ class Loop(Vectors):
         def read() -> None:
             numbers = self.of_values.result()
             if not plainly_sound(numbers, self.batch):
-                inspect(values_seen(numbers, self.batch, lowest is not None))
+                inspect(values_seen(numbers, self.batch, matrix))
 
         return read
 
@@ -250,7 +254,7 @@ class Loop(Vectors):
         control, polled = self.control, None
         self.first(0)
         # The first potentials have met every cost: NaN and −inf show in them, without another pass over a matrix.
-        report = self.report(inspect, self.v[1][:, : self.columns].amin() if matrix else None)
+        report = self.report(inspect, matrix, self.v[1][:, : self.columns].amin() if matrix else None)
         polls = control.tolerance > 0 and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         for k in range(1, control.max_iterations + 1):
             if self.translate is not None and control.looked_at(k):
@@ -427,7 +431,7 @@ def solve(
     addresses |= {name: part.data_ptr() for name, part in zip(RESULTS, outputs, strict=True)}
     addresses |= {name: part.data_ptr() for name, part in zip("xyM", op.cost[:3], strict=True) if part is not None}
     try:
-        loop.again(addresses, op.exact_epsilon, inspect, op.cost.matrix)
+        loop.again(addresses, inspect, op.cost.matrix)
     finally:
         _keep(key, loop)
     op.again = functools.partial(again, key, control.looks) if penalty is None else None
@@ -471,10 +475,10 @@ def again(
     try:
         matrix = None if len(cost) == 2 else cost[0]
         if torch._C._cuda_getDevice() == loop.device.index:
-            loop.again(addresses, others[0], inspect, matrix)
+            loop.again(addresses, inspect, matrix)
         else:
             with triton.on(loop.device):
-                loop.again(addresses, others[0], inspect, matrix)
+                loop.again(addresses, inspect, matrix)
     finally:
         _keep(key, loop)
     return results
@@ -554,7 +558,7 @@ def values_seen(numbers: list[float], batch: int, matrix: bool) -> dict[str, flo
     nan = math.nan
     seen = {"epsilon": next((value for value in epsilons if not 0 < value < math.inf), epsilons[0])}
     if matrix:
-        seen["M"] = numbers[-1]
+        seen["M"] = nan if flags[0] else max(numbers[4 + 3 * batch :], default=0.0)
     else:
         seen |= {"x": nan if flags[0] else 0.0, "y": nan if flags[1] else 0.0}
     seen |= {"a": nan if flags[2] else 0.0, "b": nan if flags[3] else 0.0}

@@ -1,5 +1,8 @@
 """Settings: precedence, checks, suggestions, scopes."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -123,8 +126,38 @@ def test_booleans_in_variables(monkeypatch, text, value):
 
 
 def test_switches_are_no_misspelt_settings(monkeypatch):
-    for name in ("ENABLE", "WATCH", "DISABLE_PLUGINS", "TRACE_PLUGINS"):
+    for name in ("ENABLE", "WATCH", "DISABLE_PLUGINS", "TRACE_PLUGINS", "PLAIN_LAUNCH"):
         monkeypatch.setenv(f"FLASHOT_{name}", "0")
+    assert settings() == Settings()
+    monkeypatch.setenv("FLASHOT_LOG", "0")  # so that what checks them is asked
+    config.reload()
+    assert settings() == Settings()
+
+
+def test_nothing_is_imported_where_nothing_is_set(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'another'\n")
+    code = "import sys; from flashot_backends.config import settings; settings(); print('pydantic' in sys.modules)"
+    for text, expected in (("", "False"), ("[tool]\nflashot = {log = false}", "True")):
+        with (tmp_path / "pyproject.toml").open("a") as file:
+            file.write(text)
+        environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("FLASHOT_")}
+        environment |= {"XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.strip() == expected, done.stderr
+
+
+def test_variables_in_small_letters(monkeypatch):
+    monkeypatch.setenv("flashot_precision", "fast")
+    assert settings().precision == "fast"
+
+
+def test_without_a_home(monkeypatch):
+    """As in a container whose user is a number."""
+    for name in ("XDG_CONFIG_HOME", "HOME", "APPDATA", "USERPROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert settings() == Settings()
 
 

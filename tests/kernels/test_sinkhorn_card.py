@@ -448,6 +448,25 @@ def test_the_same_layout_again(kind, batch, size):
     assert (off - off.mean(-1, keepdim=True)).abs().max() < 3e-5, "what was wrong is forgotten"
 
 
+@pytest.mark.parametrize("size", [(70, 90), (1500, 1700), (3000, 2900)], ids=["few", "resident", "streamed"])
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), float("inf")], ids=str)
+def test_one_entry_of_a_matrix(size, turned, value):
+    """Wherever it is, in a first call and in one like it; a forbidden pair is none."""
+    batch, (n, m) = 2, size
+    cost = torch.rand(batch, m, n, device=CUDA).mT if turned else torch.rand(batch, n, m, device=CUDA)
+    call = lambda: solve(DenseCost(cost), epsilon=0.1, max_iterations=3, tolerance=0.0)  # noqa: E731
+    for place in ((1, 0, 0), (0, n - 1, m - 1), (1, n // 2, m - 1), (0, n - 1, m // 3), (1, 17 * n // 32, 5 * m // 9)):
+        kept, cost[place] = cost[place].item(), value
+        if value == float("inf"):
+            assert call().f.isfinite().all()
+        else:
+            with pytest.raises(ValueError, match="M holds"):
+                call()
+        cost[place] = kept
+        assert call().f.isfinite().all(), "what was wrong is forgotten"
+
+
 def test_the_same_layout_again_keeps_its_results():
     """A result is nobody's buffer."""
     clouds = [torch.rand(2, 100, 3, device=CUDA) for _ in range(3)]

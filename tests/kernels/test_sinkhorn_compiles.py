@@ -3,8 +3,12 @@
 The launches are those of the real code, recorded; nothing is repeated here of what arguments the kernels take.
 """
 
+import gc
 import re
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -322,13 +326,43 @@ def test_launchers_are_built_from_types():
     assert found["src"] == driver.make_launcher({}, types, None)
 
 
-def test_one_kernel_is_read_at_a_time():
-    """And Triton is as it was afterwards, also when something fails."""
-    plain = ASTSource.make_ir
-    with pytest.raises(ValueError, match="nothing"), launch._one_reader():
-        assert ASTSource.make_ir is not plain
-        raise ValueError("nothing")
-    assert ASTSource.make_ir is plain
+def test_one_kernel_is_read_at_a_time(monkeypatch):
+    """The longest first, whoever comes first; also when one was compiled before, and when one fails."""
+    order, reading = [], threading.Lock()
+
+    def read(name):
+        assert reading.acquire(blocking=False), "two are read at a time"
+        time.sleep(0.01)
+        order.append(name)
+        reading.release()
+
+    monkeypatch.setattr(ASTSource, "make_ir", read)
+
+    def build(place):
+        time.sleep(0.005 * (4 - place))  # the last is the first to be ready
+        with turns.at(place):
+            if place == 1:
+                return
+            if place == 2:
+                raise ValueError("nothing")
+            ASTSource.make_ir(place)
+
+    with pytest.raises(ValueError, match="nothing"), launch._Turns(5) as turns, ThreadPoolExecutor(5) as pool:
+        list(pool.map(build, range(5)))
+    assert order == [0, 3, 4]
+    assert ASTSource.make_ir is read, "Triton is as it was"
+
+
+def test_nothing_is_collected_meanwhile():
+    for wanted in (True, False):
+        (gc.enable if wanted else gc.disable)()
+        try:
+            with pytest.raises(ValueError, match="nothing"), launch._no_collection():
+                assert not gc.isenabled()
+                raise ValueError("nothing")
+            assert gc.isenabled() == wanted
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)

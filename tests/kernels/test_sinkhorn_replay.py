@@ -76,7 +76,7 @@ def test_only_what_was_given_changes(started, kind, missed, every, size):
     other_outputs = triton_loop.new_outputs(1, *size, control.looks, torch.device("cpu"))
     started.log.clear()
     wanted = addresses(other_cost, other_others, other_outputs)
-    loop.again(wanted, other_others[0], lambda seen: None, other_cost.matrix)
+    loop.again(wanted, lambda seen: None, other_cost.matrix)
     assert [name for name, _ in started.log] == [name for name, _ in first]
     named = dict(zip(addresses(cost, others, outputs).values(), wanted.values(), strict=True))
     moved = 0
@@ -100,7 +100,7 @@ def test_what_was_noted_is_zero_again_after_a_failure(started, monkeypatch):
 
     monkeypatch.setattr(triton_loop.Fetch, "result", lambda self: [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match="a holds"):
-        loop.again(given, others[0], refuse, None)
+        loop.again(given, refuse, None)
     assert not loop.notes.any() and not loop.scratch.any()
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels import ahead
 from flashot_backends.kernels.sinkhorn import whole
 from flashot_backends.kernels.sinkhorn.blocks import Blocks
 
@@ -80,6 +81,8 @@ def in_one_go(x: Tensor, y: Tensor | None, metric: str, backend: str) -> Any:
 
     For points x and y, or for matrices of costs as x.
     """
+    if x.is_cuda:
+        ahead.begin()
     if y is None:
         request = Request("torch", x.device.type, "matrix", x.dtype, "matrix", tuple(x.shape))  # type: ignore[arg-type]
     else:

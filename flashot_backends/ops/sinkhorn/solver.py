@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashot_backends.kernels import ahead
 from flashot_backends.kernels.sinkhorn.operator import Cost, Sweep
 
 from ... import dispatch
@@ -99,6 +100,8 @@ def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, pre
 
     ``precision`` may name a dtype after a colon: that of costs that are held wider, for gradients to add up there.
     """
+    if x.is_cuda:
+        ahead.begin()
     precision, _, narrow = precision.partition(":")
     if narrow:
         x, y = (None if part is None else part.to(getattr(torch, narrow)) for part in (x, y))  # type: ignore[assignment]

@@ -1,5 +1,7 @@
 """The CUDA kernels on a CPU: values through the interpreter, and lowering to Triton."""
 
+import itertools
+
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -166,8 +168,8 @@ def test_reasons():
 def test_launch_shapes_fit(features, rows, problems):
     """Powers of two that divide the padded length, and matrix products of at least 16 a side."""
     for kernel in ("_half_step_kernel", "_matvec_kernel", "_apply_kernel", "_pull_kernel"):
-        for parts in (1, 2):
-            height, width, warps, _ = gpu_blocks(kernel, parts, features, problems, rows, rows)
+        for parts, simple in itertools.product((1, 2), (False, True)):
+            height, width, warps, _ = gpu_blocks(kernel, parts, features, problems, rows, rows, simple)
             assert rows % height == 0 == rows % width
             assert min(height, width) >= 16
             assert warps in (4, 8)
