@@ -274,8 +274,9 @@ def big():
     ids, documents = [list(range(count))], [list(d.unbind())]
     wanted = exact[0].argsort(descending=True, stable=True).tolist()
     found = order(ids, q, documents, "flashot")[0]
-    places = sum(a == b for a, b in zip(found, wanted, strict=True))
-    fact("big, rank.rerank", system="flashot", same=f"{places} of {count} places", first=found[0] == wanted[0])
+    places, values = sum(a == b for a, b in zip(found, wanted, strict=True)), exact[0].cpu()
+    apart = float(((values[found] - values[wanted]).abs() / values[wanted].abs()).max())  # two that changed places
+    fact("big, rank.rerank", system="flashot", same=f"{places} of {count} places", first=found[0] == wanted[0], apart=apart)
     for system in SYSTEMS[2:]:  # last: an address that wraps around ends what a process can do on a card
         if time_for(20, f"big {system}"):
             scored(system)

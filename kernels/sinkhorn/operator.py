@@ -184,6 +184,15 @@ class Operator:
             by_epsilon = ((out * grad).sum(-1) - inner) / self.epsilon
         return Pullback(by_cost, -self.epsilon[:, None] * columns, by_epsilon)
 
+    def pulls(self, need_cost: bool) -> Any:
+        """What takes many softmins' gradients at once, or None where nothing is gained.
+
+        Its ``pull(transposed, log_weight, given, softmin, gradient)`` returns Σ_i P_ij gradient_i (B, m) of the softmin
+        (B, n) of log_weight + given/ε; its ``cost()`` the gradients by the cost's tensors of all that was pulled.
+        Transposed softmins are those of ``T``.
+        """
+        return None
+
     def softmin_slope(self, h: Tensor) -> Softmin:
         """A softmin with its derivative by the rows' points, Σ_j p_ij ∂C_ij/∂x_i with p_ij ∝ exp(h_j − C_ij/ε)."""
         value = self.softmin(h)

@@ -202,15 +202,19 @@ class Fused(Operator):
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε), one pass."""
         with on(self.device):
-            update = Update(self)
+            update, none, binding = self._alone
             rows = self.prepared.rows
             bias, _ = self._laid(h, None)
             u, rest = self.new(2, self.batch, rows.blocks * PAD).unbind()
-            none = self.zeros(self.batch)
-            update.bind(bias, u, rest, u, rest, rest, none, rest, none, self.new(self.batch, 8).zero_())()
+            update.bind(bias, u, rest, u, rest, rest, none, rest, none, binding)()
             inner = u[:, : rows.length]
             inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
             return inner * self.unit
+
+    @functools.cached_property
+    def _alone(self) -> tuple[Update, Tensor, Tensor]:
+        """What an update outside of a loop takes: it is never done, and marginals are binding."""
+        return Update(self), self.zeros(self.batch), self.new(self.batch, 8).zero_()
 
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,
@@ -265,6 +269,25 @@ class Fused(Operator):
         if self._streamed is None:
             self._streamed = blocks.operator(self.cost, self.exact_epsilon)
         return self._streamed
+
+    def pulls(self, need_cost: bool) -> Any:
+        """See `Operator.pulls`."""
+        from .triton_pull import Pulls
+
+        def work() -> None:
+            pulls = Pulls(self, need_cost)
+            rows, columns = (torch.zeros(self.batch, count, device=self.device) for count in (self.rows, self.columns))
+            pulls.pull(False, columns, columns, rows, rows)
+            pulls.pull(True, rows, rows, columns, columns)
+            if need_cost:
+                pulls.cost()
+
+        if self.batch == 0:
+            return None
+        with on(self.device):
+            if not INTERPRETED:
+                _compile_first(self.cost, self.precision, ("pulls", need_cost), work)
+            return Pulls(self, need_cost)
 
     def cost_product(self, values: Tensor) -> Tensor:
         """C V."""

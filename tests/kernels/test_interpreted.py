@@ -29,7 +29,7 @@ def test_interpreted(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_sinkhorn_triton.py", "test_near_triton.py"])
+@pytest.mark.parametrize("name", ["test_sinkhorn_triton.py", "test_near_triton.py", "test_pull_triton.py"])
 def test_interpreted_at_length(name):
     done = interpreted(name, "slow")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

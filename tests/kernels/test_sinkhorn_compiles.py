@@ -20,7 +20,14 @@ import triton as compiler  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 
-from flashot_backends.kernels.sinkhorn import launch, triton, triton_kernels, triton_loop, triton_stages  # noqa: E402
+from flashot_backends.kernels.sinkhorn import (  # noqa: E402
+    launch,
+    triton,
+    triton_kernels,
+    triton_loop,
+    triton_pull,
+    triton_stages,
+)  # fmt: skip
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 
 if launch.INTERPRETED:
@@ -71,7 +78,8 @@ def record(monkeypatch, card, cost, batch=1, precision="high", work=None):
         seen[found.key] = found
         return lambda number=None: None
 
-    monkeypatch.setattr(triton, "launch", note)
+    for module in (triton, triton_pull):
+        monkeypatch.setattr(module, "launch", note)
     for module in (triton, triton_loop, triton_stages):
         monkeypatch.setattr(module, "Launch", note)
     monkeypatch.setattr(launch, "card_class", lambda device: card)
@@ -381,6 +389,25 @@ def test_products(monkeypatch, tmp_path, kind):
     assert {"product", "join", "lay", "halve"} <= {one.kernel.__name__ for one in found}
     for one in found:
         check(one, tmp_path, stack=SPILLED)
+
+
+@pytest.mark.parametrize("precision", ["high", "fast"])
+@pytest.mark.parametrize("kind", ["rows", "columns", 1, 3, 4, 5, 8, 16, 64, 128, 200], ids=str)
+def test_pulls(monkeypatch, tmp_path, kind, precision):
+    """The way back through many softmins."""
+
+    def work(operator, s, t):
+        pulls = triton_pull.Pulls(operator, True)
+        pulls.pull(False, t, t, s, s)
+        pulls.pull(True, s, s, t, t)
+        pulls.cost()
+
+    found = record(monkeypatch, "h200", cost_of(kind, 300), precision=precision, work=work)
+    last = {"pull_entries"} if isinstance(kind, str) else {"prepare"}
+    assert {one.kernel.__name__ for one in found} == {"set_down", "pull"} | last
+    for one in found:
+        if one.kernel.__name__ != "prepare":
+            check(one, tmp_path, stack=16)
 
 
 @pytest.mark.parametrize("kind", ["rows", 3, 64], ids=str)

@@ -57,6 +57,7 @@ def iterate_gradient(
         walk.back(update, end)
     for update, _ in reversed(tape):
         walk.back(update, None)
+    walk.finish()
     by_logs = zip(weights, (walk.by_log_a, walk.by_log_b), strict=True)
     by_a, by_b = (torch.where(weight > 0, by / weight, 0.0) for weight, by in by_logs)
     return Gradients(walk.cost, by_a, by_b, walk.by_epsilon, walk.by_f, walk.by_alpha, walk.by_beta)
@@ -124,6 +125,8 @@ class _Replay:
         return self.seen[:, self.control.slot(k)] | ending if at_slot else ending
 
     def _omega(self, half_step: Tensor) -> Tensor:
+        if not self.control.relaxes:
+            return self.gap
         return acceleration.omega(self.gap, self.previous, half_step)
 
     def _column(self, omega: Tensor) -> Tensor | None:
@@ -143,6 +146,7 @@ class _Walk:
         self.epsilon = duals.operator.epsilon
         self.by_epsilon = torch.zeros_like(self.epsilon) if need_epsilon else None
         self.by_alpha, self.by_beta = self._offsets(duals.penalty)
+        self.pulls: tuple[Any, Any] | None = None  # an operator, and what it has for many softmins
 
     def _offsets(self, penalty: Penalty | None) -> list[Tensor | None]:
         sides: tuple[Any, ...] = (None, None) if penalty is None else penalty
@@ -153,7 +157,7 @@ class _Walk:
         if isinstance(update, Shift):
             self._shift(update)
         elif isinstance(update, Row):
-            if end is not None:
+            if end is not None and bool(end.any()):
                 here, (grad_f, grad_g) = end[:, None].to(self.by_f.device), self.grads
                 self.by_f = self.by_f + torch.where(here, grad_f, 0.0)
                 self.by_g = self.by_g + torch.where(here, grad_g, 0.0)
@@ -162,23 +166,24 @@ class _Walk:
             self._column(update)
 
     def _row(self, update: Row) -> None:
-        passing, by_f = torch.zeros_like(self.by_f), self.by_f
+        passing: Tensor | float = 0.0
+        by_f = self.by_f
         if update.taking_part is not None:
             taken = update.taking_part[:, None].to(by_f.device)
             by_f, passing = torch.where(taken, by_f, 0.0), torch.where(taken, 0.0, by_f)
         penalty = update.duals.penalty
         by_old, by_softmin, by_offset = self._follow(update, penalty and penalty.rows, by_f)
-        by_h = self._softmin(update, update.duals.operator, update.duals.log_b, by_softmin)
+        by_h = self._softmin(update, update.duals.log_b, by_softmin)
         self.by_log_b += by_h
         self.by_g = self.by_g + by_h / update.duals.operator.epsilon[:, None]
-        self.by_f = passing + by_old
+        self.by_f = by_old if update.taking_part is None else passing + by_old
         if self.by_alpha is not None:
             self.by_alpha += by_offset
 
     def _column(self, update: Column) -> None:
         penalty = update.duals.penalty
         by_old, by_softmin, by_offset = self._follow(update, penalty and penalty.columns, self.by_g)
-        by_h = self._softmin(update, update.duals.operator.T, update.duals.log_a, by_softmin, transposed=True)
+        by_h = self._softmin(update, update.duals.log_a, by_softmin, transposed=True)
         self.by_log_a += by_h
         self.by_f = self.by_f + by_h / update.duals.operator.epsilon[:, None]
         self.by_g = by_old
@@ -206,11 +211,23 @@ class _Walk:
         if self.by_epsilon is not None:
             self.by_epsilon += by_epsilon.sum(-1) * update.duals.operator.epsilon / self.epsilon
 
-    def _softmin(
-        self, update: Row | Column, operator: Any, log_weight: Tensor, grad: Tensor, transposed: bool = False
-    ) -> Tensor:
+    def finish(self) -> None:
+        """Add up what has been put off."""
+        if self.pulls is not None and self.pulls[1] is not None and self.need_cost:
+            self._add_cost(self.pulls[1].cost())
+        self.pulls = None
+
+    def _softmin(self, update: Row | Column, log_weight: Tensor, grad: Tensor, transposed: bool = False) -> Tensor:
         """Pass a softmin of log weight + potential/ε; return the gradient by that sum."""
-        given, epsilon = update.given, operator.epsilon[:, None]
+        operator, given = update.duals.operator, update.given
+        epsilon = operator.epsilon[:, None]
+        if not self.need_epsilon:
+            if self.pulls is None or self.pulls[0] is not operator:
+                self.finish()
+                self.pulls = operator, operator.pulls(self.need_cost)
+            if self.pulls[1] is not None:
+                return -epsilon * self.pulls[1].pull(transposed, log_weight, given, update.softmin, grad)
+        operator = operator.T if transposed else operator
         h = torch.where(log_weight == -torch.inf, log_weight, log_weight + given / epsilon)
         cost, by_h, by_epsilon = softmin_gradient(operator, h, update.softmin, grad, self.need_cost, self.need_epsilon)
         if by_epsilon is not None:

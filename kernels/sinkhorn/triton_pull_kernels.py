@@ -1,0 +1,187 @@
+"""Device code of the way back through many softmins of the same costs.
+
+Half step t has a plan P_t,ij = 2^(S_ij + r_t,i + c_t,j), whose rows add up to one, and a gradient by its rows. What it
+gives to the gradient by the costs is W_ij = Σ_t P_t,ij w_t, whatever comes of the costs then: so points meet all plans
+at once, and a matrix' gradient is written once. Half steps of the other direction have weights by column.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import DOT, PAD, coordinates, kernel, known_strides, of_problem, place, score_tile
+
+
+@kernel
+def set_down(
+    log_weight, given, softmin, gradient, epsilon, norm_q, norm_k, rows_out, columns_out, weights_out,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, stride_epsilon: tl.int64,
+    NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A half step's r, c and weights, padded: from its softmin and the gradient by it, and from log b + g/ε.
+
+    Rows that may go nowhere (softmin +∞) and columns that are left out (log b −∞) have no part.
+    """
+    b, block = place(programs)
+    unit = 1.4426950408889634 / tl.load(epsilon + b * stride_epsilon)
+    if block < blocks_q:
+        rows = block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(softmin + b * n + rows, mask=rows < n, other=float("inf"))
+        weight = tl.load(gradient + b * n + rows, mask=rows < n, other=0.0)
+        at = b * blocks_q * PAD + rows
+        bits = (value.to(tl.float64) * unit).to(tl.float32)
+        if NORMS:
+            bits -= tl.load(norm_q + at)
+        nowhere = value == float("inf")
+        tl.store(rows_out + at, tl.where(nowhere, float("-inf"), bits))
+        tl.store(weights_out + at, tl.where(nowhere, 0.0, weight))
+    else:
+        cols = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
+        log_mass = tl.load(log_weight + b * m + cols, mask=cols < m, other=float("-inf"))
+        value = tl.load(given + b * m + cols, mask=cols < m, other=0.0)
+        at = b * blocks_k * PAD + cols
+        bits = (value.to(tl.float64) * unit + log_mass.to(tl.float64) * 1.4426950408889634).to(tl.float32)
+        if NORMS:
+            bits -= tl.load(norm_k + at)
+        tl.store(columns_out + at, tl.where(log_mass == float("-inf"), log_mass, bits))
+
+
+@triton.jit
+def weighted_plans(scores, r_a, c_a, w_a, count_a, r_b, c_b, w_b, count_b, rows, cols, step_q, step_k):
+    """Σ_t P_t w_t of a tile: over plans with weights by row, then over those with weights by column."""
+    found = tl.zeros_like(scores)
+    for t in range(count_a):
+        bits = scores + tl.load(r_a + t * step_q + rows)[:, None] + tl.load(c_a + t * step_k + cols)[None, :]
+        found += tl.exp2(bits) * tl.load(w_a + t * step_q + rows)[:, None]
+    for t in range(count_b):
+        bits = scores + tl.load(r_b + t * step_q + rows)[:, None] + tl.load(c_b + t * step_k + cols)[None, :]
+        found += tl.exp2(bits) * tl.load(w_b + t * step_k + cols)[None, :]
+    return found
+
+
+@triton.jit
+def add_product(acc, tile, values, cols, m, K: tl.constexpr, WIDTH: tl.constexpr):
+    """acc + the tile times one column of values, not yet added up along the rows."""
+    if K < WIDTH:
+        v = tl.load(values + cols.to(tl.int64) * WIDTH + K, mask=cols < m, other=0.0)
+        acc += tile * v[None, :]
+    return acc
+
+
+@triton.jit
+def store_sums(out, acc, rows, n, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the row sums of one column of products."""
+    if K < WIDTH:
+        tl.store(out + rows.to(tl.int64) * WIDTH + K, tl.sum(acc, 1), mask=rows < n)
+
+
+@kernel
+def pull(
+    q1, q2, k1, k2, r_a, c_a, w_a, r_b, c_b, w_b, values, sums, out, slopes, count_a: tl.int32, count_b: tl.int32,
+    programs: tl.int32, splits: tl.int32, tiles_each: tl.int32, problems: tl.int32, n: tl.int32, m: tl.int32,
+    width_out: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, chunks: tl.int32, batch_values: tl.int64,
+    step_q: tl.int64, step_k: tl.int64, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Σ_j W_ij (V_j, 1) by parts of the columns: sums (parts, B, n), and out (parts, B, n, k) where there are values.
+
+    Up to four columns of values are multiplied one by one and added up along the rows at the end; more go through the
+    matrix units, as three products of rounded parts of float32.
+    """
+    b, program = place(programs)
+    HELD: tl.constexpr = BLOCK_V if BLOCK_V > 4 else 1
+    slices = tl.cdiv(width_out, HELD) if BLOCK_V > 4 else 1
+    split, program = program % splits, program // splits
+    block, part = program // slices, program % slices
+    pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+    width = coordinates(chunks, D)
+    q1, q2, k1, k2 = of_problem(q1, q2, k1, k2, b, batch, pad_q, pad_k, width, KIND)
+    stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
+    r_a, w_a, r_b = r_a + b * pad_q, w_a + b * pad_q, r_b + b * pad_q
+    c_a, c_b, w_b = c_a + b * pad_k, c_b + b * pad_k, w_b + b * pad_k
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    which = part * HELD + tl.arange(0, HELD)
+    slope = tl.load(slopes + b)
+    values += b * batch_values
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    a0, a1, a2, a3 = tl.zeros_like(total), tl.zeros_like(total), tl.zeros_like(total), tl.zeros_like(total)
+    acc = tl.zeros([BLOCK_M, HELD], tl.float32)
+    if KIND == DOT and D > 0:
+        dims = tl.arange(0, D)
+        at_q = rows[:, None].to(tl.int64) * D + dims[None, :]
+        qh = tl.load(q1 + at_q)
+        if PRODUCTS == 3:
+            ql = tl.load(q2 + at_q)
+    first = split * tiles_each * BLOCK_N
+    last = tl.minimum(first + tiles_each * BLOCK_N, m)
+    DEPTH: tl.constexpr = STAGES if KIND != DOT or D > 0 else 1
+    for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
+        cols = start + tl.arange(0, BLOCK_N)
+        if KIND == DOT and D > 0:
+            at_k = cols[None, :].to(tl.int64) * D + dims[:, None]
+            kh = tl.load(k1 + at_k)
+            if PRODUCTS == 3:
+                scores = tl.dot(ql, kh)
+                scores = tl.dot(qh, tl.load(k2 + at_k), scores)
+                scores = tl.dot(qh, kh, scores) * slope
+            else:
+                scores = tl.dot(qh, kh) * slope
+        else:
+            scores = score_tile(
+                q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
+                KIND, D, CHUNK, PRODUCTS,
+            )
+        tile = weighted_plans(scores, r_a, c_a, w_a, count_a, r_b, c_b, w_b, count_b, rows, cols, step_q, step_k)
+        total += tile
+        if BLOCK_V > 4:
+            there = (cols[:, None] < m) & (which[None, :] < width_out)
+            v = tl.load(values + cols[:, None].to(tl.int64) * width_out + which[None, :], mask=there, other=0.0)
+            acc = tl.dot(tile, v, acc, input_precision="tf32x3")
+        else:
+            a0 = add_product(a0, tile, values, cols, m, 0, BLOCK_V)
+            a1 = add_product(a1, tile, values, cols, m, 1, BLOCK_V)
+            a2 = add_product(a2, tile, values, cols, m, 2, BLOCK_V)
+            a3 = add_product(a3, tile, values, cols, m, 3, BLOCK_V)
+    at = (split * problems + b) * n
+    if BLOCK_V > 4:
+        there = (rows[:, None] < n) & (which[None, :] < width_out)
+        tl.store(out + (at + rows[:, None]) * width_out + which[None, :], acc, mask=there)
+    else:
+        out += at * width_out
+        store_sums(out, a0, rows, n, 0, BLOCK_V)
+        store_sums(out, a1, rows, n, 1, BLOCK_V)
+        store_sums(out, a2, rows, n, 2, BLOCK_V)
+        store_sums(out, a3, rows, n, 3, BLOCK_V)
+    if part == 0:
+        tl.store(sums + at + rows, tl.sum(total, 1), mask=rows < n)
+
+
+@kernel
+def pull_entries(
+    matrix, r_a, c_a, w_a, r_b, c_b, w_b, out, slopes, count_a: tl.int32, count_b: tl.int32, before: tl.int32,
+    programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, step_q: tl.int64,
+    step_k: tl.int64, batch: tl.int64, stride_q: tl.int64, stride_k: tl.int64, KIND: tl.constexpr, D: tl.constexpr,
+    CHUNK: tl.constexpr, PRODUCTS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """W itself (B, n, m), added to what was there ``before``."""
+    b, program = place(programs)
+    across = tl.cdiv(m, BLOCK_N)
+    rows = (program // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pad_q, pad_k = blocks_q * PAD, blocks_k * PAD
+    stride_q, stride_k = known_strides(stride_q, stride_k, UNIT, ALIGN)
+    scores = score_tile(
+        matrix + b * batch, matrix, matrix, matrix, rows, cols, n, m, tl.load(slopes + b), stride_q, stride_k, pad_q,
+        pad_k, 1, KIND, D, CHUNK, PRODUCTS,
+    )
+    r_a, w_a, r_b = r_a + b * pad_q, w_a + b * pad_q, r_b + b * pad_q
+    c_a, c_b, w_b = c_a + b * pad_k, c_b + b * pad_k, w_b + b * pad_k
+    tile = weighted_plans(scores, r_a, c_a, w_a, count_a, r_b, c_b, w_b, count_b, rows, cols, step_q, step_k)
+    inside = (rows[:, None] < n) & (cols[None, :] < m)
+    at = out + (b * n + rows[:, None]) * m + cols[None, :]
+    if before != 0:
+        tile += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, tile, mask=inside)
