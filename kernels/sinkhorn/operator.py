@@ -62,7 +62,7 @@ class Sweep(NamedTuple):
 
     f: Tensor  # (B, n): the row potentials that follow from the given g
     g: Tensor  # (B, m): the softmin of the columns that belongs to f
-    ratio: Tensor  # (B, m): column sums of the plan of (f, given g), over the wanted ones; 1 where none is wanted
+    ratio: Tensor | None  # (B, m): column sums of the plan of (f, given g) over the wanted ones, 1 where none is wanted
     softmin: Tensor  # (B, n): the softmin of the rows that belongs to the given g; f itself without a rule
 
 

@@ -32,7 +32,7 @@ from .launch import (
     processors,
     splits_for,
 )  # fmt: skip
-from .operator import Cost, Operator, Weighted
+from .operator import Cost, Operator, Rule, Sweep, Weighted
 
 if TYPE_CHECKING:
     from .triton_loop import InTurn, Vectors
@@ -61,9 +61,10 @@ FEW_TILES, MOST_TILES = 8, 32  # along one side of a problem
 HIGHEST_POWER = 2  # of the cost that the kernel of products knows
 WIDEST = 64  # columns of a product that one program takes
 NARROW = 4  # columns of a product that are added up one by one
-PRODUCT_SHAPES = {  # whether the matrix units give the scores, and whether they take the values
-    (True, True): Shape(64, 64, 4, 2, 2), (True, False): Shape(64, 64, 4, 2, 3),
-    (False, True): Shape(64, 32, 8, 2, 1), (False, False): Shape(32, 64, 4, 1, 3),
+PRODUCT_SHAPES = {  # by what gives the scores, and whether the matrix units take the values
+    (DOT, True): Shape(64, 64, 4, 2, 2), (DOT, False): Shape(64, 64, 4, 2, 3),
+    (FMA, True): Shape(64, 32, 8, 2, 1), (FMA, False): Shape(64, 32, 4, 1, 3),
+    (MATRIX, True): Shape(64, 32, 8, 2, 1), (MATRIX, False): Shape(16, 128, 4, 1, 3),
 }  # fmt: skip
 HALF_RANGE = 16384.0  # what float16 parts are scaled to, exponentials and values
 MOST_PRODUCTS = 4  # with the plan, before torch's blocks do as well
@@ -202,14 +203,38 @@ class Fused(Operator):
     def softmin(self, h: Tensor) -> Tensor:
         """−ε log Σ_j exp(h_j − C_ij/ε), one pass."""
         with on(self.device):
-            update, none, binding = self._alone
-            rows = self.prepared.rows
-            bias, _ = self._laid(h, None)
-            u, rest = self.new(2, self.batch, rows.blocks * PAD).unbind()
-            update.bind(bias, u, rest, u, rest, rest, none, rest, none, binding)()
-            inner = u[:, : rows.length]
-            inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
-            return inner * self.unit
+            return self._updated(self._laid(h, None)[0])
+
+    def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor, rule: Rule | None = None) -> Sweep:
+        """See `Operator.sweep`; loops look at errors on the card, so that nobody asks for the ratio here."""
+        with on(self.device):
+            softmin = self._updated(self._laid_dual(log_b, g))
+            f = softmin if rule is None else rule.follow(f, softmin, self.epsilon)
+            after = self.T._updated(self.T._laid_dual(log_a, f))
+        return Sweep(f, torch.where(log_b == -math.inf, g, after), None, softmin)
+
+    def _updated(self, bias: Tensor) -> Tensor:
+        """The softmin of a bias that is laid."""
+        update, none, binding = self._alone
+        rows = self.prepared.rows
+        u, rest = self.new(2, self.batch, rows.blocks * PAD).unbind()
+        update.bind(bias, u, rest, u, rest, rest, none, rest, none, binding)()
+        inner = u[:, : rows.length]
+        inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
+        return inner * self.unit
+
+    def _laid_dual(self, log_weight: Tensor, potential: Tensor) -> Tensor:
+        """The bias of log b + g/ε."""
+        from .triton_pull_kernels import lay_dual
+
+        columns, epsilon = self.prepared.columns, self.exact_epsilon
+        bias = self.new(self.batch, columns.blocks * PAD)
+        given = log_weight.contiguous(), potential.contiguous()
+        args = (*given, epsilon, columns.half_norm, bias, columns.blocks, columns.length, epsilon.stride(0))
+        variant = tuple(part.data_ptr() % 16 for part in (*given, epsilon))
+        constants = (self.prepared.kind == DOT, BLOCK)
+        launch(lay_dual, columns.blocks * self.batch, args, constants, (("num_warps", 4),), variant)
+        return bias
 
     @functools.cached_property
     def _alone(self) -> tuple[Update, Tensor, Tensor]:
@@ -388,7 +413,7 @@ class Fused(Operator):
         first, second, largest = bias, bias, None
         if values is not None:
             first, second, largest = self._values(values.float(), across > NARROW and power == 0)
-        shape = PRODUCT_SHAPES[prepared.kind == DOT, across > NARROW]
+        shape = PRODUCT_SHAPES[prepared.kind, across > NARROW]
         blocks_of_rows, slices = -(-rows.length // shape.rows), -(-width // across) if width else 1
         splits, tiles = splits_for(shape, blocks_of_rows * slices * self.batch, columns.length, self.device)
         top, total = self.new(2, splits, self.batch, rows.length)

@@ -1098,18 +1098,23 @@ def join(
 
 
 @triton.jit
-def add_column(acc, e, values, cols, m, fade, K: tl.constexpr, WIDTH: tl.constexpr):
-    """acc · fade + Σ_j e_j V_jk, nothing beyond the last column of the values."""
+def add_column(acc, e, values, cols, m, fade, K: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
+    """acc · fade + Σ_j e_j V_jk, nothing beyond the last column of the values; EACH: not yet added up."""
     if K < WIDTH:
         v = tl.load(values + cols.to(tl.int64) * WIDTH + K, mask=cols < m, other=0.0)
-        acc = acc * fade + tl.sum(e * v[None, :], 1)
+        if EACH:
+            acc = acc * fade + e * v[None, :]
+        else:
+            acc = acc * fade + tl.sum(e * v[None, :], 1)
     return acc
 
 
 @triton.jit
-def store_column(out, acc, rows, n, K: tl.constexpr, WIDTH: tl.constexpr):
+def store_column(out, acc, scale, rows, n, K: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
     """Store one column of a narrow product."""
     if K < WIDTH:
+        if EACH:
+            acc = tl.sum(acc * scale, 1)
         tl.store(out + rows.to(tl.int64) * WIDTH + K, acc, mask=rows < n)
 
 
@@ -1126,12 +1131,14 @@ def product(
 
     Results (parts, B, n, k) and (parts, B, n), and top (parts, B, n). As attention does it: one pass, the running sums
     rescaled whenever the maximum rises. C/ε comes in natural units, from the scores: |x'|²/2 + |y'|²/2 − x'·y' (DOT),
-    or −S. Up to four columns of values are added up one by one; more go through the matrix units, exponentials and
-    values as two float16 parts each. With a POWER the summands have no bound, and three products of rounded parts of
-    float32 take their place.
+    or −S. Up to four columns of values are added up one by one, and where S costs little every place of the tile has a
+    maximum and sums of its own, so that nothing crosses threads before the end; more columns go through the matrix
+    units, exponentials and values as two float16 parts each. With a POWER the summands have no bound, and three
+    products of rounded parts of float32 take their place.
     """
     b, program = place(programs)
     HELD: tl.constexpr = BLOCK_V if BLOCK_V > 4 else 1
+    EACH: tl.constexpr = BLOCK_V <= 4 and KIND != DOT
     slices = tl.cdiv(width_out, HELD) if BLOCK_V > 4 else 1
     split, program = program % splits, program // splits
     block, part = program // slices, program % slices
@@ -1145,10 +1152,13 @@ def product(
     bias += b * pad_k
     values += b * batch_values
     values_lo += b * batch_values
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if EACH:
+        top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+    else:
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, HELD], tl.float32)
     a0, a1, a2, a3 = tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top), tl.zeros_like(top)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros_like(top)
     weights += b * pad_k
     norms = tl.zeros([BLOCK_M], tl.float32)
     if KIND == DOT:
@@ -1180,9 +1190,12 @@ def product(
                 KIND, D, CHUNK, PRODUCTS,
             )
         t = scores + tl.load(bias + cols)[None, :]
-        higher = tl.maximum(top, tl.max(t, 1))
+        if EACH:
+            higher = tl.maximum(top, t)
+        else:
+            higher = tl.maximum(top, tl.max(t, 1))
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
-        e = tl.exp2(t - pivot[:, None])
+        e = tl.exp2(t - (pivot if EACH else pivot[:, None]))
         if POWER > 0:
             cost = -scores
             if KIND == DOT:
@@ -1192,7 +1205,11 @@ def product(
             if POWER > 1:
                 e = e * cost
         fade = tl.exp2(top - pivot)
-        total = total * fade + tl.sum(e * tl.load(weights + cols)[None, :], 1)
+        weighted = e * tl.load(weights + cols)[None, :]
+        if EACH:
+            total = total * fade + weighted
+        else:
+            total = total * fade + tl.sum(weighted, 1)
         if BLOCK_V > 4:
             there = (cols[:, None] < m) & (which[None, :] < width_out)
             at_v = cols[:, None].to(tl.int64) * width_out + which[None, :]
@@ -1208,21 +1225,27 @@ def product(
                     acc = tl.dot(high, tl.load(values_lo + at_v, mask=there, other=0.0), acc)
                 acc = tl.dot(high, v, acc)
         else:
-            a0 = add_column(a0, e, values, cols, m, fade, 0, BLOCK_V)
-            a1 = add_column(a1, e, values, cols, m, fade, 1, BLOCK_V)
-            a2 = add_column(a2, e, values, cols, m, fade, 2, BLOCK_V)
-            a3 = add_column(a3, e, values, cols, m, fade, 3, BLOCK_V)
+            a0 = add_column(a0, e, values, cols, m, fade, 0, BLOCK_V, EACH)
+            a1 = add_column(a1, e, values, cols, m, fade, 1, BLOCK_V, EACH)
+            a2 = add_column(a2, e, values, cols, m, fade, 2, BLOCK_V, EACH)
+            a3 = add_column(a3, e, values, cols, m, fade, 3, BLOCK_V, EACH)
         top = higher
+    scale = top
+    if EACH:
+        highest = tl.max(top, 1)
+        scale = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
+        total = tl.sum(total * scale, 1)
+        top = highest
     at = (split * problems + b) * n
     if BLOCK_V > 4:
         there = (rows[:, None] < n) & (which[None, :] < width_out)
         tl.store(out + (at + rows[:, None]) * width_out + which[None, :], acc, mask=there)
     else:
         out += at * width_out
-        store_column(out, a0, rows, n, 0, BLOCK_V)
-        store_column(out, a1, rows, n, 1, BLOCK_V)
-        store_column(out, a2, rows, n, 2, BLOCK_V)
-        store_column(out, a3, rows, n, 3, BLOCK_V)
+        store_column(out, a0, scale, rows, n, 0, BLOCK_V, EACH)
+        store_column(out, a1, scale, rows, n, 1, BLOCK_V, EACH)
+        store_column(out, a2, scale, rows, n, 2, BLOCK_V, EACH)
+        store_column(out, a3, scale, rows, n, 3, BLOCK_V, EACH)
     if part == 0:
         tl.store(total_out + at + rows, total, mask=rows < n)
         tl.store(top_out + at + rows, tl.where(top == float("-inf"), 0.0, top), mask=rows < n)

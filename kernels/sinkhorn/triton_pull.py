@@ -7,12 +7,14 @@ from torch import Tensor
 from . import triton
 from .launch import Shape, launch, splits_for
 
-SLOTS, BYTES = 32, 64 << 20  # half steps of a direction whose plans wait for the costs' gradient, and their memory
-# By whether the matrix units give the scores, and what is summed: weights alone, a few columns of values, or many.
+SLOTS, BYTES = 16, 32 << 20  # half steps of a direction whose plans wait for the costs' gradient, and their memory
+# By what gives the scores, and what is summed: weights alone, a few columns of values, or many.
 SHAPES = {
-    (True, 0): Shape(64, 64, 4, 2, 3), (True, 2): Shape(64, 64, 4, 2, 2), (False, 0): Shape(32, 64, 4, 1, 4),
-    (False, 1): Shape(32, 64, 4, 1, 3), (False, 2): Shape(64, 32, 4, 1, 3),
+    (triton.DOT, 0): Shape(128, 64, 4, 2, 2), (triton.DOT, 2): Shape(128, 64, 8, 2, 1),
+    (triton.FMA, 0): Shape(32, 64, 4, 1, 4), (triton.FMA, 1): Shape(32, 64, 4, 1, 3),
+    (triton.FMA, 2): Shape(64, 32, 4, 1, 3), (triton.MATRIX, 0): Shape(64, 64, 8, 1, 2),
 }  # fmt: skip
+WIDE = {0: Shape(64, 64, 4, 2, 3), 2: Shape(64, 64, 4, 2, 2)}  # of more than 64 coordinates
 ENTRIES = Shape(32, 64, 4, 1, 4)
 
 
@@ -126,7 +128,8 @@ def _pulled(op: triton.Fused, values: Tensor | None, *plans: Plans) -> tuple[Ten
     parts, counts = _sorted(op, plans)
     width = 0 if values is None else values.shape[-1]
     across = width if width <= triton.NARROW else min(triton.WIDEST, max(16, 1 << (width - 1).bit_length()))
-    shape = SHAPES[prepared.kind == triton.DOT, 0 if not width else 1 if width <= triton.NARROW else 2]
+    what = 0 if not width else 1 if width <= triton.NARROW else 2
+    shape = WIDE[what] if prepared.kind == triton.DOT and prepared.width > 64 else SHAPES[prepared.kind, what]
     blocks_of_rows, slices = -(-rows.length // shape.rows), -(-width // across) if across > triton.NARROW else 1
     splits, tiles = splits_for(shape, blocks_of_rows * slices * op.batch, columns.length, op.device)
     sums, out = op.new(splits, op.batch, rows.length), op.new(splits, op.batch, rows.length, width)

@@ -13,6 +13,31 @@ import triton.language as tl
 from .triton_kernels import DOT, PAD, coordinates, kernel, known_strides, of_problem, place, score_tile
 
 
+@triton.jit
+def dual_bits(log_weight, potential, at, inside, unit):
+    """(log b + g/ε) log₂e, −∞ without mass and beyond the last."""
+    log_mass = tl.load(log_weight + at, mask=inside, other=float("-inf"))
+    value = tl.load(potential + at, mask=inside, other=0.0)
+    bits = (value.to(tl.float64) * unit + log_mass.to(tl.float64) * 1.4426950408889634).to(tl.float32)
+    return tl.where(log_mass == float("-inf"), log_mass, bits)
+
+
+@kernel
+def lay_dual(
+    log_weight, potential, epsilon, norm_k, bias, programs: tl.int32, m: tl.int32, stride_epsilon: tl.int64,
+    NORMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """What an update takes of its columns, padded, from log b and g."""
+    b, block = place(programs)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    unit = 1.4426950408889634 / tl.load(epsilon + b * stride_epsilon)
+    bits = dual_bits(log_weight, potential, b * m + cols, cols < m, unit)
+    at = b * programs * PAD + cols
+    if NORMS:
+        bits -= tl.load(norm_k + at)
+    tl.store(bias + at, bits)
+
+
 @kernel
 def set_down(
     log_weight, given, softmin, gradient, epsilon, norm_q, norm_k, rows_out, columns_out, weights_out,
@@ -38,13 +63,11 @@ def set_down(
         tl.store(weights_out + at, tl.where(nowhere, 0.0, weight))
     else:
         cols = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
-        log_mass = tl.load(log_weight + b * m + cols, mask=cols < m, other=float("-inf"))
-        value = tl.load(given + b * m + cols, mask=cols < m, other=0.0)
+        bits = dual_bits(log_weight, given, b * m + cols, cols < m, unit)
         at = b * blocks_k * PAD + cols
-        bits = (value.to(tl.float64) * unit + log_mass.to(tl.float64) * 1.4426950408889634).to(tl.float32)
         if NORMS:
             bits -= tl.load(norm_k + at)
-        tl.store(columns_out + at, tl.where(log_mass == float("-inf"), log_mass, bits))
+        tl.store(columns_out + at, bits)
 
 
 @triton.jit

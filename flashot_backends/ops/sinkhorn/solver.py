@@ -271,6 +271,7 @@ class Loop:
 
     def _look(self, looked: Tensor, before: Tensor, swept: Sweep) -> Tensor:
         """Find the errors, let go who is done, and return who goes on."""
+        assert swept.ratio is not None
         error = self._error(swept.ratio)
         seen = error.double().cpu()
         done = looked & ((seen < self.control.tolerance) | (self.limit == self.iteration))

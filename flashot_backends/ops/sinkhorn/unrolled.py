@@ -101,12 +101,15 @@ class _Replay:
 
     def __init__(self, control: Control, run: Run, ends: Tensor, duals: Duals):
         self.control, self.ends, self.like, self.translated = control, ends, run.errors, duals.penalty is not None
+        self.never = torch.zeros(len(ends), dtype=torch.bool)
         self.seen, self.gaps = ~run.errors.isnan().cpu(), run.gaps.cpu()
         self.gap = duals.floor().clamp(min=control.first_gap)
         self.previous, self.last = self.gap, torch.zeros(len(ends), dtype=torch.int64)
 
     def look(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Whether (B,), and the factors (B, 1) of the row update."""
+        if not (self.control.relaxes or self.translated):
+            return self.never, None
         slot, looked = self.control.slot(k), self._looked(k)
         omega = torch.where(looked, 1.0, self._omega(2 * (k - self.last)))
         self.previous = torch.where(looked, self.gap, self.previous)
@@ -116,6 +119,8 @@ class _Replay:
 
     def column(self, k: int) -> Tensor | None:
         """The factors (B, 1) of the column update."""
+        if not self.control.relaxes:
+            return None
         omega = self._omega(2 * (k - self.last) + 1)
         return self._column(torch.where(self._looked(k + 1), 1.0, omega) if self.translated else omega)
 
@@ -125,8 +130,6 @@ class _Replay:
         return self.seen[:, self.control.slot(k)] | ending if at_slot else ending
 
     def _omega(self, half_step: Tensor) -> Tensor:
-        if not self.control.relaxes:
-            return self.gap
         return acceleration.omega(self.gap, self.previous, half_step)
 
     def _column(self, omega: Tensor) -> Tensor | None:
@@ -173,9 +176,7 @@ class _Walk:
             by_f, passing = torch.where(taken, by_f, 0.0), torch.where(taken, 0.0, by_f)
         penalty = update.duals.penalty
         by_old, by_softmin, by_offset = self._follow(update, penalty and penalty.rows, by_f)
-        by_h = self._softmin(update, update.duals.log_b, by_softmin)
-        self.by_log_b += by_h
-        self.by_g = self.by_g + by_h / update.duals.operator.epsilon[:, None]
+        self.by_g = self.by_g - self._softmin(update, update.duals.log_b, by_softmin, self.by_log_b)
         self.by_f = by_old if update.taking_part is None else passing + by_old
         if self.by_alpha is not None:
             self.by_alpha += by_offset
@@ -183,9 +184,7 @@ class _Walk:
     def _column(self, update: Column) -> None:
         penalty = update.duals.penalty
         by_old, by_softmin, by_offset = self._follow(update, penalty and penalty.columns, self.by_g)
-        by_h = self._softmin(update, update.duals.log_a, by_softmin, transposed=True)
-        self.by_log_a += by_h
-        self.by_f = self.by_f + by_h / update.duals.operator.epsilon[:, None]
+        self.by_f = self.by_f - self._softmin(update, update.duals.log_a, by_softmin, self.by_log_a, transposed=True)
         self.by_g = by_old
         if self.by_beta is not None:
             self.by_beta += by_offset
@@ -217,8 +216,13 @@ class _Walk:
             self._add_cost(self.pulls[1].cost())
         self.pulls = None
 
-    def _softmin(self, update: Row | Column, log_weight: Tensor, grad: Tensor, transposed: bool = False) -> Tensor:
-        """Pass a softmin of log weight + potential/ε; return the gradient by that sum."""
+    def _softmin(
+        self, update: Row | Column, log_weight: Tensor, grad: Tensor, by_log: Tensor, transposed: bool = False
+    ) -> Tensor:
+        """Pass a softmin of log weight + potential/ε: add to the gradient by the former.
+
+        Returns Σ_i P_ij grad_i, which is taken from the gradient by the potential.
+        """
         operator, given = update.duals.operator, update.given
         epsilon = operator.epsilon[:, None]
         if not self.need_epsilon:
@@ -226,7 +230,9 @@ class _Walk:
                 self.finish()
                 self.pulls = operator, operator.pulls(self.need_cost)
             if self.pulls[1] is not None:
-                return -epsilon * self.pulls[1].pull(transposed, log_weight, given, update.softmin, grad)
+                shares = self.pulls[1].pull(transposed, log_weight, given, update.softmin, grad)
+                by_log.addcmul_(epsilon, shares, value=-1)
+                return shares  # type: ignore[no-any-return]
         operator = operator.T if transposed else operator
         h = torch.where(log_weight == -torch.inf, log_weight, log_weight + given / epsilon)
         cost, by_h, by_epsilon = softmin_gradient(operator, h, update.softmin, grad, self.need_cost, self.need_epsilon)
@@ -235,7 +241,8 @@ class _Walk:
             self._add_epsilon(update, by_epsilon[:, None] - product.sum(-1, keepdim=True) / epsilon**2)
         if cost is not None:
             self._add_cost(_transposed(cost) if transposed else cost)
-        return by_h
+        by_log += by_h
+        return -by_h / epsilon
 
     def _add_cost(self, cost: tuple[Tensor, ...]) -> None:
         if self.cost is None:
