@@ -300,7 +300,7 @@ class Fused(Operator):
         from .triton_pull import Pulls
 
         def work() -> None:
-            pulls = Pulls(self, need_cost)
+            pulls = Pulls(self.at(self.exact_epsilon), need_cost)  # nothing is prepared while launches are recorded
             rows, columns = (torch.zeros(self.batch, count, device=self.device) for count in (self.rows, self.columns))
             pulls.pull(False, columns, columns, rows, rows)
             pulls.pull(True, rows, rows, columns, columns)

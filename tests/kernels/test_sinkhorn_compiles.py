@@ -276,7 +276,7 @@ def test_offsets_and_looks_at_every_iteration(monkeypatch, tmp_path, kind, in_st
 
 
 @pytest.mark.parametrize("in_strips", [False, True], ids=["streamed", "strips"])
-@pytest.mark.parametrize("way", ["stages", "reach", "offsets", "every iteration"])
+@pytest.mark.parametrize("way", ["stages", "reach", "offsets", "every iteration", "gradient"])
 def test_what_is_compiled_together_is_all(monkeypatch, way, in_strips):
     """The first annealed solve, and the first with a reach, start nothing that was not compiled side by side."""
     monkeypatch.setattr(triton, "fitting_tile", lambda *_: None)
@@ -296,6 +296,7 @@ def test_what_is_compiled_together_is_all(monkeypatch, way, in_strips):
         calls.append(work)
         target[0] = together
         work()
+        assert operator._prepared is None, "what is prepared while launches are recorded holds nothing"
         target[0] = alone
 
     monkeypatch.setattr(launch.Launch, "_start_first", first)
@@ -305,12 +306,17 @@ def test_what_is_compiled_together_is_all(monkeypatch, way, in_strips):
     reach = torch.ones(1, 2)
     if way == "stages":
         operator.anneal(a, b, f, 3, 4.0, 10, 0.07, reach)
+    elif way == "gradient":
+        pulls = operator.pulls(True)
+        pulls.pull(False, b, b, f, a)
+        pulls.pull(True, a, a, f, b)
+        pulls.cost()
     else:
         every = 1 if way == "every iteration" else 4
         more = (reach, (a, b)) if way == "offsets" else (reach,)
         operator.iterate(a, b, f, 9, 0.0, every, "l1", 0.5, lambda seen: None, *more)
     assert len(calls) == 1
-    assert together == alone and len(alone) > 5
+    assert together == alone and len(alone) > (3 if way == "gradient" else 5)
 
 
 def test_launchers_are_built_from_types():
