@@ -200,27 +200,38 @@ def rerank():
     q = tokens(queries, 32, 128)
     documents = [[tokens(int(n), 128, seed=7 * i) for i, n in enumerate(row)] for row in lengths]
     ids = [list(range(candidates))] * queries
-    exact = order(ids, q.double(), [[d.double() for d in row] for row in documents], "torch")
+    exact = ranked(ids, q.double(), [[d.double() for d in row] for row in documents], "torch")
     for system in SYSTEMS:
         if not time_for(10, f"rerank {system}"):
             return
         try:
             found = order(ids, q, documents, system)
-            same = sum(a == b for one, other in zip(found, exact, strict=True) for a, b in zip(one, other, strict=True))
+            same, apart = 0, 0.0
+            for row, wanted in zip(found, exact, strict=True):
+                value = dict(wanted)
+                same += sum(a == b for a, (b, _) in zip(row, wanted, strict=True))
+                apart = max(apart, *(abs(value[a] - right) / abs(right) for a, (_, right) in zip(row, wanted, strict=True)))
             fact(
                 "rank.rerank",
                 system=system,
                 **timed(lambda: order(ids, q, documents, system)),
                 same=f"{same} of {queries * candidates} places",
+                apart=apart,  # two documents that changed places, by float64
             )
         except Exception as problem:
             failed("rank.rerank", problem, system=system)
         free()
 
 
-def order(ids, queries, documents, system):
+def ranked(ids, queries, documents, system):
+    """(id, score) of the documents of each query, best first."""
     with backend(system), torch.no_grad():
-        return [[item["id"] for item in row] for row in rank.rerank(ids, queries, documents)]
+        found = rank.rerank(ids, queries, documents)
+    return [[(item["id"], float(item["score"])) for item in row] for row in found]
+
+
+def order(ids, queries, documents, system):
+    return [[name for name, _ in row] for row in ranked(ids, queries, documents, system)]
 
 
 # -------------------------------------------------------------------------------------------------------------- big
