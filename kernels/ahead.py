@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -35,15 +36,26 @@ def wait() -> None:
         work.result()
 
 
+_count = threading.Lock()
+_hasty, _before = 0, 0.0  # who wants the lock handed on at present, and how it was before
+
+
 @contextlib.contextmanager
 def lock_handed_on() -> Iterator[None]:
     """Who waits for Python's lock gets it soon: who often lets go of it would wait 5 ms each time for who does not."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, 2e-4))
+    global _hasty, _before
+    with _count:
+        if _hasty == 0:
+            _before = sys.getswitchinterval()
+            sys.setswitchinterval(min(_before, 2e-4))
+        _hasty += 1
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        with _count:
+            _hasty -= 1
+            if _hasty == 0:
+                sys.setswitchinterval(_before)
 
 
 def _link() -> None:

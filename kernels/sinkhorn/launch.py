@@ -123,6 +123,7 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
 
 
 _started: dict[Any, Any] = {}
+_compiling = threading.RLock()  # one at a time changes how Triton reads
 _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches", default=None)
 
 
@@ -232,7 +233,7 @@ def compile_together(work: Callable[[], Any]) -> None:
     read one after the other, the longest first, and meanwhile the C compiler builds launchers.
     """
     ahead.begin()
-    with ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
+    with _compiling, ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
         calls: list[Any] = []
         token = _recorded.set(calls)
         try:

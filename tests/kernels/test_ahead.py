@@ -58,3 +58,16 @@ def test_the_lock_is_handed_on_as_before():
             assert sys.getswitchinterval() == pytest.approx(wanted, rel=1e-3)
         finally:
             sys.setswitchinterval(before)
+
+
+def test_the_lock_is_handed_on_until_the_last_is_done():
+    from flashot_backends.kernels import ahead
+
+    before = sys.getswitchinterval()
+    one, other = ahead.lock_handed_on(), ahead.lock_handed_on()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert sys.getswitchinterval() < before
+    other.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
