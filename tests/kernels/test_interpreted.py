@@ -29,8 +29,8 @@ def test_interpreted(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_sinkhorn_triton.py", "test_near_triton.py", "test_pull_triton.py"])
+@pytest.mark.parametrize("name", ["sinkhorn", "symmetric", "near", "pull", "maxsim"])
 def test_interpreted_at_length(name):
-    done = interpreted(name, "slow")
+    done = interpreted(f"test_{name}_triton.py", "slow")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

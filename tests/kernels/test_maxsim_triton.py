@@ -99,7 +99,10 @@ def test_masks(shape, masked):
     check(build(q, x, None, dm, masked, False, mask(nd, seed=4)), 3e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+HALF = pytest.param(torch.float16, marks=() if GPU else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_sets_pairs_and_lists(dtype):
     q, x = tokens(3, 5, 8, dtype=dtype), tokens(3, 4, 18, 8, seed=1, dtype=dtype)
     check(build(q, x, None, mask(3, 4, 18), "zero", False, None), 3e-6)

@@ -14,11 +14,11 @@ from flashot_backends.kernels.sinkhorn import reference, triton, triton_pull  # 
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve  # noqa: E402
 
-from .sinkhorn_triton_cases import DEVICE, NAME, serving  # noqa: E402
+from .sinkhorn_triton_cases import DEVICE, INTERPRETED, NAME, serving  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy speaks of every infinity
 KINDS = ["rows", "columns", 1, 3, 4, 6, 16, 70, 130]
-slow = pytest.mark.slow
+slow = pytest.mark.slow if INTERPRETED else ()
 FEW = [("rows", 2), ("columns", 32), (3, 1), (3, 2), (6, 2), (16, 2)]
 MORE = [pytest.param(kind, slots, marks=slow) for kind in KINDS for slots in (1, 2, 32) if (kind, slots) not in FEW]
 

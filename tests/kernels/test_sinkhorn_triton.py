@@ -153,7 +153,7 @@ def test_strips(kind, size, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["matrix", 2])
-@pytest.mark.parametrize("columns", [2100, 3500])
+@pytest.mark.parametrize("columns", [2100, pytest.param(3500, marks=pytest.mark.slow if INTERPRETED else ())])
 def test_columns_in_parts(kind, columns, monkeypatch):
     """So many that the padding of prepared columns ends in the middle of what warps load at once."""
     in_strips(monkeypatch)

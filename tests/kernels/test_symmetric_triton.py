@@ -311,7 +311,7 @@ def value_and_gradients(parts, wanted="xyab", **options):
         ((), {}),
         ((), {"p": 1, "reach": 0.4, "debias": False, "wanted": "yb"}),
         ((2,), {"reach": 0.4, "diameter": 1.7, "wanted": "x"}),
-        ((2,), {"diameter": [1.5, 3.0], "wanted": "a"}),
+        pytest.param((2,), {"diameter": [1.5, 3.0], "wanted": "a"}, marks=pytest.mark.slow if INTERPRETED else ()),
         ((2,), {"diameter": "each", "wanted": "x"}),
     ],
 )
