@@ -1,6 +1,6 @@
 """Sinkhorn's own loop on one CUDA card: errors against float64 beside the host's loop, times of an iteration, strips.
 
-python benchmarks/card/sinkhorn.py [check] [time] [strips]   (default: all; about two minutes)
+python benchmarks/card/sinkhorn.py [check] [time] [strips] [gradients] [small]   (default: all; about three minutes)
 
 `check`   annealing, a reach with terms of one side, looks at every iteration: by the card's own loop and steered by the
           host, both in float32, from the host's loop in float64.
@@ -9,12 +9,17 @@ python benchmarks/card/sinkhorn.py [check] [time] [strips]   (default: all; abou
           that were never timed: with a reach. (Strips of 12 289 to 16 384 columns lost at five coordinates.) Where they
           lose, ``triton.Strips.fit`` is to refuse them.
 
+`gradients`  value and unrolled gradient of ten iterations, and how long the card works for that by torch's profiler.
+`small`   microseconds of an iteration of a call like the one before, by the clock of .bench/ot_gpu.py, and of the host.
+
 SECONDS_LEFT in the environment is when to stop: what would take longer is left out, and says so.
 """
 
 import contextlib
 import sys
 import time
+import types
+from pathlib import Path
 
 from facts import say, time_for
 
@@ -162,7 +167,48 @@ def strips():
         say(f"{what}: strips {found[0]:.4f} ms, two passes {found[1]:.4f}{', STRIPS LOSE' if found[0] > found[1] else ''}")
 
 
-PARTS = {"check": check, "time": times, "strips": strips}
+def gradients():
+    """Of the sum of all potentials by one cloud, or by the matrix."""
+    for kind, n in ((3, 1000), (3, 10_000), (64, 10_000), ("matrix", 10_000)):
+        if not time_for(8, f"gradients of {kind}, {n}"):
+            return
+        cost, epsilon = make(kind, n, n, torch.float32), 0.1 * (kind if isinstance(kind, int) else 1)
+        leaf = cost.tensors[0].requires_grad_()
+
+        def run():
+            leaf.grad = None  # noqa: B023
+            found = solve(cost, epsilon=epsilon, max_iterations=10, tolerance=0.0)  # noqa: B023
+            (found.f.sum() + found.g.sum()).backward()
+
+        whole = milliseconds(run, 6)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        worked = sum(event.device_time_total for event in profile.key_averages()) / 1e3
+        say(f"{n} points, {kind}: {whole:.2f} ms, of which the card works {worked:.2f}")
+
+
+def small():
+    """Twenty iterations a call."""
+    clock, text = types.ModuleType("ot_gpu"), Path(".bench/ot_gpu.py").read_text()
+    exec(compile(text, "ot_gpu", "exec"), vars(clock))
+    for n, d in ((256, 2), (1024, 64), (4096, 64), (10_000, 3)):
+        for kind in (d, "matrix"):
+            if not time_for(4, f"{n} points, {kind}"):
+                return
+            cost, a = make(kind, n, n, torch.float32), torch.full((n,), 1 / n, device=DEVICE)
+            run = lambda: solve(cost, a, a, epsilon=0.1, max_iterations=20, tolerance=0.0)  # noqa: B023, E731
+            found = [clock.bench(run) for _ in range(3)]
+            start = time.perf_counter()
+            for _ in range(100):
+                run()
+            host = (time.perf_counter() - start) / 100
+            torch.cuda.synchronize()
+            one, queued = (50 * min(row[key] for row in found) for key in ("ms", "queued"))
+            say(f"{n} points, {kind}: {one:.1f} µs an iteration in one call, {queued:.1f} queued; a call {1e6 * host:.0f} µs")
+
+
+PARTS = {"check": check, "time": times, "strips": strips, "gradients": gradients, "small": small}
 if __name__ == "__main__":
     say(torch.cuda.get_device_name(), torch.__version__)
     for part in sys.argv[1:] or PARTS:

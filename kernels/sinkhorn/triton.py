@@ -206,12 +206,14 @@ class Fused(Operator):
             return self._updated(self._laid(h, None)[0])
 
     def sweep(self, log_a: Tensor, log_b: Tensor, g: Tensor, f: Tensor, rule: Rule | None = None) -> Sweep:
-        """See `Operator.sweep`; loops look at errors on the card, so that nobody asks for the ratio here."""
+        """See `Operator.sweep`; where loops look at errors on the card, nobody asks for the ratio here."""
         with on(self.device):
             softmin = self._updated(self._laid_dual(log_b, g))
             f = softmin if rule is None else rule.follow(f, softmin, self.epsilon)
             after = self.T._updated(self.T._laid_dual(log_a, f))
-        return Sweep(f, torch.where(log_b == -math.inf, g, after), None, softmin)
+        after = torch.where(log_b == -math.inf, g, after)
+        ratio = None if self.whole_loop else torch.exp((g - after) / self.epsilon[:, None])
+        return Sweep(f, after, ratio, softmin)
 
     def _updated(self, bias: Tensor) -> Tensor:
         """The softmin of a bias that is laid."""

@@ -206,3 +206,16 @@ def test_a_look_at_every_iteration(kind, path, monkeypatch):
     costs = cases.make_cost(tensors), cases.make_cost([part.double() for part in tensors])
     found = as_the_host(monkeypatch, NAME, costs, a, 1.2 * b, **options)
     assert found.errors.isnan()[0, :10].any(), "cycles have grown"
+
+
+def test_steered_by_the_host(monkeypatch):
+    """As where a kernel has no loop of its own: sweeps tell of errors then."""
+    cost = PointCloud(*(points.to(DEVICE, torch.float32) for points in (normal(30, 3), normal(40, 3, seed=1))))
+    options = {"epsilon": 0.3, "acceleration": "annealing", "tolerance": 1e-3, "max_iterations": 40, "backend": NAME}
+    wanted = solve(cost, **options)
+    monkeypatch.setattr(triton.Fused, "whole_loop", False)
+    monkeypatch.setattr(triton.Fused, "iterate", lambda *_, **__: None)
+    found = solve(cost, **options)
+    assert found.iterations == wanted.iterations
+    torch.testing.assert_close(found.errors, wanted.errors, rtol=1e-3, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(found.f - found.f.mean(), wanted.f - wanted.f.mean(), rtol=1e-5, atol=1e-5)
