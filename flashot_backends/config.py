@@ -155,14 +155,22 @@ def _is_anything_set() -> bool:
     """Whether there is anything to read: what reads it takes a quarter of a second to import."""
     if any(name.upper().startswith(PREFIX) and name not in SWITCHES for name in os.environ):
         return True
-    if os.path.exists("flashot.toml") or os.path.exists(user_file()):
-        return True
     try:
-        return b"flashot" in Path("pyproject.toml").read_bytes()
-    except FileNotFoundError:
-        return False
-    except OSError:  # whatever is wrong with it is said by who reads it
+        return _exists("flashot.toml") or _exists(user_file()) or b"flashot" in _content("pyproject.toml")
+    except OSError:  # whatever is wrong is said by who reads it
         return True
+
+
+def _exists(path: str | Path) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _content(path: str) -> bytes:
+    return Path(path).read_bytes() if _exists(path) else b""
 
 
 def _read() -> list[tuple[str, dict[str, Any]]]:

@@ -22,7 +22,7 @@ def begin() -> tuple[Future[None], ...]:
         return ()
     try:
         import triton  # noqa: F401  (here: two threads that import parts of it can each see the other's half done)
-    except ImportError:  # for a kernel that needs it, dispatch says so
+    except Exception:  # whatever is wrong with it, dispatch says so to who needs it
         return ()
     pool = ThreadPoolExecutor(2, "flashot-ahead")
     works = tuple(pool.submit(work) for work in (_link, _key))

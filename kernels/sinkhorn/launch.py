@@ -123,7 +123,7 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
 
 
 _started: dict[Any, Any] = {}
-_compiling = threading.RLock()  # one at a time changes how Triton reads
+one_at_a_time = threading.RLock()  # compiling together changes how Triton reads
 _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches", default=None)
 
 
@@ -233,7 +233,7 @@ def compile_together(work: Callable[[], Any]) -> None:
     read one after the other, the longest first, and meanwhile the C compiler builds launchers.
     """
     ahead.begin()
-    with _compiling, ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
+    with one_at_a_time, ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
         calls: list[Any] = []
         token = _recorded.set(calls)
         try:
@@ -247,8 +247,8 @@ def compile_together(work: Callable[[], Any]) -> None:
 
         def build(place: int, item: Any) -> None:
             (kernel, constants, options), args = item
-            torch.cuda.set_device(device)
             with turns.at(place):
+                torch.cuda.set_device(device)
                 compiled = kernel.warmup(*args, *constants, grid=(1,), **dict(options))
             launchers[place].result()
             getattr(compiled, "_init_handles", lambda: None)()

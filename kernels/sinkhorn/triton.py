@@ -29,6 +29,7 @@ from .launch import (
     compile_together,
     launch,
     launch_shape,
+    one_at_a_time,
     processors,
     splits_for,
 )  # fmt: skip
@@ -123,8 +124,10 @@ def _compile_first(cost: Cost, precision: str, what: tuple[Any, ...], work: Call
     key = (torch.cuda.current_device(), cost.first.dtype, held, precision, large, *what)
     if key in _ready or torch.cuda.is_current_stream_capturing():
         return
-    compile_together(work)
-    _ready.add(key)
+    with one_at_a_time:
+        if key not in _ready:
+            compile_together(work)
+            _ready.add(key)
 
 
 def on(device: torch.device) -> Any:
@@ -159,7 +162,7 @@ class Prepared(NamedTuple):
 
 
 class Fused(Operator):
-    """Costs prepared for the kernels."""
+    """Costs prepared for the kernels, to be used on one stream at a time."""
 
     whole_loop = True
 
@@ -168,6 +171,7 @@ class Fused(Operator):
         self.precision = precision
         self._prepared = prepared
         self._turned: Fused | None = None
+        self._kept_alone: tuple[Update, Tensor, Tensor] | None = None
         self._streamed: blocks.Blocks | None = None
         self._halved: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None  # values last seen, and their parts
 
@@ -238,10 +242,15 @@ class Fused(Operator):
         launch(lay_dual, columns.blocks * self.batch, args, constants, (("num_warps", 4),), variant)
         return bias
 
-    @functools.cached_property
+    @property
     def _alone(self) -> tuple[Update, Tensor, Tensor]:
         """What an update outside of a loop takes: it is never done, and marginals are binding."""
-        return Update(self), self.zeros(self.batch), self.new(self.batch, 8).zero_()
+        found = self._kept_alone
+        if found is None:
+            found = Update(self), self.zeros(self.batch), self.new(self.batch, 8).zero_()
+            if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self._kept_alone = found  # of a captured graph it would be zero only after a replay
+        return found
 
     def iterate(
         self, a: Tensor, b: Tensor, f: Tensor, max_iterations: int, tolerance: float, check_every: int, norm: str,

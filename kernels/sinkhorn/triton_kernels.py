@@ -1133,12 +1133,12 @@ def product(
     rescaled whenever the maximum rises. C/ε comes in natural units, from the scores: |x'|²/2 + |y'|²/2 − x'·y' (DOT),
     or −S. Up to four columns of values are added up one by one, and where S costs little every place of the tile has a
     maximum and sums of its own, so that nothing crosses threads before the end; more columns go through the matrix
-    units, exponentials and values as two float16 parts each. With a POWER the summands have no bound, and three
-    products of rounded parts of float32 take their place.
+    units, exponentials and values as two float16 parts each. With a POWER the summands have no bound: three products of
+    rounded parts of float32 take the place of these, and maxima are of whole rows, beside which far pairs are nothing.
     """
     b, program = place(programs)
     HELD: tl.constexpr = BLOCK_V if BLOCK_V > 4 else 1
-    EACH: tl.constexpr = BLOCK_V <= 4 and KIND != DOT
+    EACH: tl.constexpr = BLOCK_V <= 4 and KIND != DOT and POWER == 0
     slices = tl.cdiv(width_out, HELD) if BLOCK_V > 4 else 1
     split, program = program % splits, program // splits
     block, part = program // slices, program % slices

@@ -205,6 +205,7 @@ class Loop(Vectors):
                 one()
             self.run(inspect, matrix)
         except BaseException:
+            self.of_values.settle()
             self.notes.zero_()  # what the last launch leaves zero, had it come to that
             self.scratch.zero_()
             raise
@@ -395,6 +396,9 @@ class Fetch:
             self.ready.synchronize()
         return self.host.tolist()  # type: ignore[no-any-return]
 
+    def settle(self) -> None:
+        """Where something went wrong: have no copy under way."""
+
 
 class Refetch(Fetch):
     """Copies from one place, each waited for before the next: ordered of the driver itself, in a third of torch's time.
@@ -421,6 +425,11 @@ class Refetch(Fetch):
         assert self.host is not None
         _sound(self.wait())
         return self.host.tolist()  # type: ignore[no-any-return]
+
+    def settle(self) -> None:
+        """Where something went wrong: have no copy under way."""
+        if self.orders:
+            self.wait()
 
     def _prepare(self, found: Tensor) -> None:
         driver = _driver()

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import triton
 from .launch import Shape, launch, splits_for
 
-SLOTS, BYTES = 16, 32 << 20  # half steps of a direction whose plans wait for the costs' gradient, and their memory
+SLOTS, BYTES = 16, 32 << 20  # half steps of a direction that wait for the costs, and memory of both directions'
 # By what gives the scores, and what is summed: weights alone, a few columns of values, or many.
 SHAPES = {
     (triton.DOT, 0): Shape(128, 64, 4, 2, 2), (triton.DOT, 2): Shape(128, 64, 8, 2, 1),
@@ -25,7 +25,7 @@ class Pulls:
         self.op, self.need_cost = op, need_cost
         rows, columns = op.prepared.rows, op.prepared.columns
         each = 12 * op.batch * (rows.blocks + columns.blocks) * triton.PAD
-        self.slots = max(1, min(SLOTS, BYTES // (2 * each))) if need_cost else 1
+        self.slots = max(1, min(SLOTS, BYTES // each)) if need_cost else 1
         self.tapes = Tape(op, self.slots), Tape(op.T, self.slots)
         self.found: tuple[Tensor, ...] | None = None
 

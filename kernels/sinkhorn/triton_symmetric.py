@@ -25,6 +25,7 @@ from .launch import (
     launch_shape,
     limit,
     named_shape,
+    one_at_a_time,
     processors,
     splits_for,
 )  # fmt: skip
@@ -241,8 +242,10 @@ def _get_ready(clouds: Clouds, task: Task, nearby: triton_near.Nearby | None) ->
         by_x, by_y = (torch.empty_like(part) if need else None for part, need in points)
         descent.integrate(Outputs(clouds.a, by_x, None, by_y, None))
 
-    compile_together(rehearse)
-    _ready.add(key)
+    with one_at_a_time:
+        if key not in _ready:
+            compile_together(rehearse)
+            _ready.add(key)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from flashot_backends.kernels.sinkhorn import reference, triton, triton_pull  # noqa: E402
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
-from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, solve  # noqa: E402
+from flashot_backends.ops.sinkhorn import DenseCost, PointCloud, acceleration, solve, solver, unrolled  # noqa: E402
 
 from .sinkhorn_triton_cases import DEVICE, INTERPRETED, NAME, serving  # noqa: E402
 
@@ -120,7 +120,7 @@ def test_memory_of_waiting_steps(monkeypatch):
     operator = triton.Fused(cost, torch.ones(1, dtype=torch.float64, device=DEVICE))
     assert operator.pulls(True).slots == triton_pull.SLOTS
     assert operator.pulls(False).slots == 1
-    monkeypatch.setattr(triton_pull, "BYTES", 3 * 2 * 12 * 2048)
+    monkeypatch.setattr(triton_pull, "BYTES", 3 * 12 * 2048)
     assert operator.pulls(True).slots == 3
     monkeypatch.setattr(triton_pull, "BYTES", 1)
     assert operator.pulls(True).slots == 1
@@ -138,8 +138,12 @@ WAYS = [{}, {"acceleration": "overrelaxation"}, {"acceleration": "annealing"}, {
 def test_solutions(monkeypatch, kind, options):
     """All gradients of a solve, beside the reference in float64; and by ε, which goes another way."""
     monkeypatch.setattr(triton_pull, "SLOTS", 3)
+    anneals = options.get("acceleration") == "annealing"
+    for module in (acceleration, solver, unrolled):  # two iterations under each ε
+        monkeypatch.setattr(module, "STAGE_ITERATIONS", 2)
     parts = [part for part in cost_of(kind, 1, 40, 50)[:3] if part is not None]
-    epsilon, a, b = 0.3 if kind == "rows" else 0.3 * kind, torch.rand(40) + 0.2, torch.rand(50) + 0.2
+    epsilon = (0.03 if anneals else 0.3) * (1 if kind == "rows" else kind)
+    a, b = torch.rand(40) + 0.2, torch.rand(50) + 0.2
     parts = [*(part[0] for part in parts), (a / a.sum()).to(DEVICE), (b / b.sum()).to(DEVICE)]
 
     def gradients(kernel, double, by_epsilon):
@@ -147,7 +151,8 @@ def test_solutions(monkeypatch, kind, options):
         *cost, a, b = given
         unit = torch.tensor(epsilon, dtype=torch.float64, device=DEVICE, requires_grad=by_epsilon)
         cost = DenseCost(*cost) if len(cost) == 1 else PointCloud(*cost)
-        solution = solve(cost, a, b, epsilon=unit, max_iterations=5, tolerance=0.0, backend=kernel, **options)
+        solution = solve(cost, a, b, epsilon=unit, max_iterations=9, tolerance=0.0, backend=kernel, **options)
+        assert (solution._state.stages > 0) == anneals
         result = (solution.f * torch.linspace(-1, 1, 40, device=DEVICE)).sum() + solution.g.square().mean()
         return torch.autograd.grad(result, given)
 

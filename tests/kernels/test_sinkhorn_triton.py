@@ -12,7 +12,8 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a card, or TRITON_INTERPRET=1 (see test_interpreted.py)", allow_module_level=True)
 
 from flashot_backends import dispatch  # noqa: E402
-from flashot_backends.kernels.sinkhorn import shapes, triton  # noqa: E402
+from flashot_backends.kernels.sinkhorn import reference, shapes, triton  # noqa: E402
+from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 from flashot_backends.ops.sinkhorn import softmin, solve  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, normal, sinkhorn  # noqa: E402
 
@@ -274,6 +275,30 @@ def test_products_with_the_plan(kind, size):
 def test_gradients(kind):
     problem = matrix(*ONE, device=DEVICE) if kind == "matrix" else points(*ONE, kind, device=DEVICE)
     check_gradients(NAME, *problem, *uneven(*ONE, device=DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["matrix", 3])
+def test_far_pairs_count_nothing(kind):
+    """Whose squared cost no float32 holds, whatever their place in a tile."""
+    n, m = 40, 70
+    epsilon = torch.full((1,), 0.5, dtype=torch.float64, device=DEVICE)
+    if kind == "matrix":
+        costs = normal(1, n, m).abs().to(DEVICE, torch.float32)
+        costs[0, 3, 5], costs[0, 30, 69], costs[0, 3, 64] = 1e20, 1e25, 1e30
+        cost = Cost(None, None, costs)
+    else:
+        x, y = (normal(1, count, 3, seed=count).to(DEVICE, torch.float32) for count in (n, m))
+        y[0, 5] = 1e9
+        cost = Cost(x, y, None)
+    wide = Cost(*(None if part is None else part.double() for part in cost[:3]))
+    operator, exact = triton.Fused(cost, epsilon), reference.operator(wide, epsilon)
+    h = torch.zeros(1, m, device=DEVICE)
+    s = exact.softmin(h.double()) / 0.5
+    for power in (1, 2):
+        found, wanted = operator.cost_apply(s.float(), h, power), exact.cost_apply(s, h.double(), power)
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-4, atol=1e-5)
+    values = torch.ones(1, m, 1, device=DEVICE)
+    torch.testing.assert_close(operator.moment(s.float(), h, values, 2)[..., 0].double(), wanted, rtol=2e-4, atol=1e-5)
 
 
 def spoiled(tensor, value):

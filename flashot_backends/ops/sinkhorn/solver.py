@@ -100,7 +100,7 @@ def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, pre
 
     ``precision`` may name a dtype after a colon: that of costs that are held wider, for gradients to add up there.
     """
-    if x.is_cuda:
+    if x.is_cuda and x.dtype != torch.float64:  # which Triton's kernels leave to others
         ahead.begin()
     precision, _, narrow = precision.partition(":")
     if narrow:
