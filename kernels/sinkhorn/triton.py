@@ -67,6 +67,7 @@ PRODUCT_SHAPES = {  # by what gives the scores, and whether the matrix units tak
     (FMA, True): Shape(64, 32, 8, 2, 1), (FMA, False): Shape(64, 32, 4, 1, 3),
     (MATRIX, True): Shape(64, 32, 8, 2, 1), (MATRIX, False): Shape(16, 128, 4, 1, 3),
 }  # fmt: skip
+POWERED = Shape(32, 64, 4, 1, 3)  # of narrow products with a power of the cost, where the units do not give the scores
 HALF_RANGE = 16384.0  # what float16 parts are scaled to, exponentials and values
 MOST_PRODUCTS = 4  # with the plan, before torch's blocks do as well
 PER_PROBLEM = (torch.int64, torch.float32, torch.bool)  # iterations, error, converged
@@ -425,6 +426,8 @@ class Fused(Operator):
         if values is not None:
             first, second, largest = self._values(values.float(), across > NARROW and power == 0)
         shape = PRODUCT_SHAPES[prepared.kind, across > NARROW]
+        if power and across <= NARROW and prepared.kind != DOT:
+            shape = POWERED
         blocks_of_rows, slices = -(-rows.length // shape.rows), -(-width // across) if width else 1
         splits, tiles = splits_for(shape, blocks_of_rows * slices * self.batch, columns.length, self.device)
         top, total = self.new(2, splits, self.batch, rows.length)
