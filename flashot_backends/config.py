@@ -173,18 +173,16 @@ def _content(path: str) -> bytes:
     return Path(path).read_bytes() if _exists(path) else b""
 
 
-def _read() -> list[tuple[str, dict[str, Any]]]:
-    from . import _sources
-
-    return _sources.read()
-
-
 def _current_base() -> Settings:
     global _base, _outside
     with _lock:
         if _base is None:
+            if _outside is None and not _is_anything_set():
+                _outside = []
             if _outside is None:
-                _outside = _read() if _is_anything_set() else []
+                from . import _sources
+
+                _outside = _sources.read()
             values: dict[str, Any] = {}
             for _, layer in [*_outside, ("configure()", _configured)]:
                 values.update(layer)

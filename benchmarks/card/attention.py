@@ -36,6 +36,7 @@ CASES = [  # name, queries, keys, options, dustbin, features
     ("band and padding", 1000, 1000, {"window": 100, "key_mask": jnp.arange(1000) < 800, **FEW}, None, 64),
     ("rectangular, score", 300, 450, FEW, "score", 80),
     ("segments, rows last", 500, 500, {"segments": jnp.arange(500) // 130, "last_update": "rows", **FEW}, None, 64),
+    ("dense, large programs", 4300, 4300, FEW, None, 64),  # enough tokens for those of 128 x 128 pairs
     ("token, epsilon 0.1", 333, 333, {"epsilon": 0.1, **FEW}, "token", 128),
 ]
 SHAPES = {

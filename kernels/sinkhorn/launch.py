@@ -123,7 +123,7 @@ def splits_for(shape: Shape, blocks: int, columns: int, device: torch.device) ->
 
 
 _started: dict[Any, Any] = {}
-one_at_a_time = threading.RLock()  # compiling together changes how Triton reads
+_one_at_a_time = threading.RLock()  # compiling together changes how Triton reads
 _recorded: ContextVar[list[Any] | None] = ContextVar("flashot_sinkhorn_launches", default=None)
 
 
@@ -226,6 +226,16 @@ class _Started:
         self.head = (compiled.function, *kinds, compiled.packed_metadata, None, None, None)
 
 
+def compile_once(ready: set[Any], key: Any, work: Callable[[], Any]) -> None:
+    """Compile the kernels of some work together, unless that was done before, or a graph is captured."""
+    if key in ready or torch.cuda.is_current_stream_capturing():
+        return
+    with _one_at_a_time:
+        if key not in ready:
+            compile_together(work)
+            ready.add(key)
+
+
 def compile_together(work: Callable[[], Any]) -> None:
     """Go through ``work`` without starting anything, then compile all the kernels it would start, side by side.
 
@@ -233,7 +243,7 @@ def compile_together(work: Callable[[], Any]) -> None:
     read one after the other, the longest first, and meanwhile the C compiler builds launchers.
     """
     ahead.begin()
-    with one_at_a_time, ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
+    with _one_at_a_time, ThreadPoolExecutor(max_workers=16) as others, ThreadPoolExecutor(max_workers=16) as pool:
         calls: list[Any] = []
         token = _recorded.set(calls)
         try:

@@ -26,10 +26,9 @@ from .launch import (
     INTERPRETED,
     Launch,
     Shape,
-    compile_together,
+    compile_once,
     launch,
     launch_shape,
-    one_at_a_time,
     processors,
     splits_for,
 )  # fmt: skip
@@ -123,12 +122,7 @@ def _compile_first(cost: Cost, precision: str, what: tuple[Any, ...], work: Call
     large = batch * n * m > 1 << 22
     held = width if width <= FMA_DIMENSIONS else min(padded_width(width), 2 * CHUNK)
     key = (torch.cuda.current_device(), cost.first.dtype, held, precision, large, *what)
-    if key in _ready or torch.cuda.is_current_stream_capturing():
-        return
-    with one_at_a_time:
-        if key not in _ready:
-            compile_together(work)
-            _ready.add(key)
+    compile_once(_ready, key, work)
 
 
 def on(device: torch.device) -> Any:

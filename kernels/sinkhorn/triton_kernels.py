@@ -707,6 +707,40 @@ def score_tile(
 
 
 @triton.jit
+def held_rows(q1, q2, rows, KIND: tl.constexpr, D: tl.constexpr, PRODUCTS: tl.constexpr):
+    """Both parts of the rows' points where a program keeps them (known width, matrix units); elsewhere, anything."""
+    if KIND == DOT and D > 0:
+        at = rows[:, None].to(tl.int64) * D + tl.arange(0, D)[None, :]
+        high = tl.load(q1 + at)
+        held = (high, tl.load(q2 + at) if PRODUCTS == 3 else high)
+    else:
+        held = (rows, rows)
+    return held
+
+
+@triton.jit
+def scores_beside(
+    high, low, q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width, KIND: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, PRODUCTS: tl.constexpr,
+):
+    """S of a tile of columns, beside rows that are held."""
+    if KIND == DOT and D > 0:
+        at = cols[None, :].to(tl.int64) * D + tl.arange(0, D)[:, None]
+        first = tl.load(k1 + at)
+        if PRODUCTS == 3:
+            scores = tl.dot(low, first)
+            scores = tl.dot(high, tl.load(k2 + at), scores)
+            scores = tl.dot(high, first, scores) * slope
+        else:
+            scores = tl.dot(high, first) * slope
+    else:
+        scores = score_tile(
+            q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width, KIND, D, CHUNK, PRODUCTS
+        )
+    return scores
+
+
+@triton.jit
 def coordinates(chunks, D: tl.constexpr):
     """How many coordinates the prepared points have: known when compiled (D), or whole chunks of 64."""
     if D > 0:
@@ -1161,34 +1195,18 @@ def product(
     total = tl.zeros_like(top)
     weights += b * pad_k
     norms = tl.zeros([BLOCK_M], tl.float32)
-    if KIND == DOT:
-        if POWER > 0:
-            norms = tl.load(norm_q + b * pad_q + rows)
-        if D > 0:
-            dims = tl.arange(0, D)
-            at_q = rows[:, None].to(tl.int64) * D + dims[None, :]
-            qh = tl.load(q1 + at_q)
-            if PRODUCTS == 3:
-                ql = tl.load(q2 + at_q)
+    if KIND == DOT and POWER > 0:
+        norms = tl.load(norm_q + b * pad_q + rows)
+    high, low = held_rows(q1, q2, rows, KIND, D, PRODUCTS)
     first = split * tiles_each * BLOCK_N
     last = tl.minimum(first + tiles_each * BLOCK_N, m)
     DEPTH: tl.constexpr = STAGES if KIND != DOT or D > 0 else 1
     for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
         cols = start + tl.arange(0, BLOCK_N)
-        if KIND == DOT and D > 0:
-            at_k = cols[None, :].to(tl.int64) * D + dims[:, None]
-            kh = tl.load(k1 + at_k)
-            if PRODUCTS == 3:
-                scores = tl.dot(ql, kh)
-                scores = tl.dot(qh, tl.load(k2 + at_k), scores)
-                scores = tl.dot(qh, kh, scores) * slope
-            else:
-                scores = tl.dot(qh, kh) * slope
-        else:
-            scores = score_tile(
-                q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
-                KIND, D, CHUNK, PRODUCTS,
-            )
+        scores = scores_beside(
+            high, low, q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width, KIND, D, CHUNK,
+            PRODUCTS,
+        )
         t = scores + tl.load(bias + cols)[None, :]
         if EACH:
             higher = tl.maximum(top, t)
@@ -1219,11 +1237,11 @@ def product(
                 acc = tl.dot(e, v, acc, input_precision="tf32x3")
             else:
                 e = e * 16384.0
-                high = e.to(tl.float16)
+                first_part = e.to(tl.float16)
                 if PRODUCTS == 3:
-                    acc = tl.dot((e - high.to(tl.float32)).to(tl.float16), v, acc)
-                    acc = tl.dot(high, tl.load(values_lo + at_v, mask=there, other=0.0), acc)
-                acc = tl.dot(high, v, acc)
+                    acc = tl.dot((e - first_part.to(tl.float32)).to(tl.float16), v, acc)
+                    acc = tl.dot(first_part, tl.load(values_lo + at_v, mask=there, other=0.0), acc)
+                acc = tl.dot(first_part, v, acc)
         else:
             a0 = add_column(a0, e, values, cols, m, fade, 0, BLOCK_V, EACH)
             a1 = add_column(a1, e, values, cols, m, fade, 1, BLOCK_V, EACH)

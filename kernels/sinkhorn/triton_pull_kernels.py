@@ -10,7 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import DOT, PAD, coordinates, kernel, known_strides, of_problem, place, score_tile
+from .triton_kernels import (
+    DOT,
+    PAD,
+    add_column,
+    coordinates,
+    held_rows,
+    kernel,
+    known_strides,
+    of_problem,
+    place,
+    score_tile,
+    scores_beside,
+    store_column,
+)
 
 
 @triton.jit
@@ -83,22 +96,6 @@ def weighted_plans(scores, r_a, c_a, w_a, count_a, r_b, c_b, w_b, count_b, rows,
     return found
 
 
-@triton.jit
-def add_product(acc, tile, values, cols, m, K: tl.constexpr, WIDTH: tl.constexpr):
-    """acc + the tile times one column of values, not yet added up along the rows."""
-    if K < WIDTH:
-        v = tl.load(values + cols.to(tl.int64) * WIDTH + K, mask=cols < m, other=0.0)
-        acc += tile * v[None, :]
-    return acc
-
-
-@triton.jit
-def store_sums(out, acc, rows, n, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Store the row sums of one column of products."""
-    if K < WIDTH:
-        tl.store(out + rows.to(tl.int64) * WIDTH + K, tl.sum(acc, 1), mask=rows < n)
-
-
 @kernel
 def pull(
     q1, q2, k1, k2, r_a, c_a, w_a, r_b, c_b, w_b, values, sums, out, slopes, count_a: tl.int32, count_b: tl.int32,
@@ -131,31 +128,16 @@ def pull(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     a0, a1, a2, a3 = tl.zeros_like(total), tl.zeros_like(total), tl.zeros_like(total), tl.zeros_like(total)
     acc = tl.zeros([BLOCK_M, HELD], tl.float32)
-    if KIND == DOT and D > 0:
-        dims = tl.arange(0, D)
-        at_q = rows[:, None].to(tl.int64) * D + dims[None, :]
-        qh = tl.load(q1 + at_q)
-        if PRODUCTS == 3:
-            ql = tl.load(q2 + at_q)
+    high, low = held_rows(q1, q2, rows, KIND, D, PRODUCTS)
     first = split * tiles_each * BLOCK_N
     last = tl.minimum(first + tiles_each * BLOCK_N, m)
     DEPTH: tl.constexpr = STAGES if KIND != DOT or D > 0 else 1
     for start in tl.range(first, last, BLOCK_N, num_stages=DEPTH):
         cols = start + tl.arange(0, BLOCK_N)
-        if KIND == DOT and D > 0:
-            at_k = cols[None, :].to(tl.int64) * D + dims[:, None]
-            kh = tl.load(k1 + at_k)
-            if PRODUCTS == 3:
-                scores = tl.dot(ql, kh)
-                scores = tl.dot(qh, tl.load(k2 + at_k), scores)
-                scores = tl.dot(qh, kh, scores) * slope
-            else:
-                scores = tl.dot(qh, kh) * slope
-        else:
-            scores = score_tile(
-                q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width,
-                KIND, D, CHUNK, PRODUCTS,
-            )
+        scores = scores_beside(
+            high, low, q1, q2, k1, k2, rows, cols, n, m, slope, stride_q, stride_k, pad_q, pad_k, width, KIND, D, CHUNK,
+            PRODUCTS,
+        )
         tile = weighted_plans(scores, r_a, c_a, w_a, count_a, r_b, c_b, w_b, count_b, rows, cols, step_q, step_k)
         total += tile
         if BLOCK_V > 4:
@@ -163,20 +145,20 @@ def pull(
             v = tl.load(values + cols[:, None].to(tl.int64) * width_out + which[None, :], mask=there, other=0.0)
             acc = tl.dot(tile, v, acc, input_precision="tf32x3")
         else:
-            a0 = add_product(a0, tile, values, cols, m, 0, BLOCK_V)
-            a1 = add_product(a1, tile, values, cols, m, 1, BLOCK_V)
-            a2 = add_product(a2, tile, values, cols, m, 2, BLOCK_V)
-            a3 = add_product(a3, tile, values, cols, m, 3, BLOCK_V)
+            a0 = add_column(a0, tile, values, cols, m, 1.0, 0, BLOCK_V, True)
+            a1 = add_column(a1, tile, values, cols, m, 1.0, 1, BLOCK_V, True)
+            a2 = add_column(a2, tile, values, cols, m, 1.0, 2, BLOCK_V, True)
+            a3 = add_column(a3, tile, values, cols, m, 1.0, 3, BLOCK_V, True)
     at = (split * problems + b) * n
     if BLOCK_V > 4:
         there = (rows[:, None] < n) & (which[None, :] < width_out)
         tl.store(out + (at + rows[:, None]) * width_out + which[None, :], acc, mask=there)
     else:
         out += at * width_out
-        store_sums(out, a0, rows, n, 0, BLOCK_V)
-        store_sums(out, a1, rows, n, 1, BLOCK_V)
-        store_sums(out, a2, rows, n, 2, BLOCK_V)
-        store_sums(out, a3, rows, n, 3, BLOCK_V)
+        store_column(out, a0, 1.0, rows, n, 0, BLOCK_V, True)
+        store_column(out, a1, 1.0, rows, n, 1, BLOCK_V, True)
+        store_column(out, a2, 1.0, rows, n, 2, BLOCK_V, True)
+        store_column(out, a3, 1.0, rows, n, 3, BLOCK_V, True)
     if part == 0:
         tl.store(sums + at + rows, tl.sum(total, 1), mask=rows < n)
 

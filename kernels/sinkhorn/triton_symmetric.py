@@ -21,11 +21,10 @@ from .launch import (
     INTERPRETED,
     Launch,
     Shape,
-    compile_together,
+    compile_once,
     launch_shape,
     limit,
     named_shape,
-    one_at_a_time,
     processors,
     splits_for,
 )  # fmt: skip
@@ -226,8 +225,6 @@ def _get_ready(clouds: Clouds, task: Task, nearby: triton_near.Nearby | None) ->
     d = min(layout.d, 2 * triton.CHUNK)
     how = task.p, any(layout.need), task.precision, layout.small, nearby is not None
     key = (torch.cuda.current_device(), clouds.x.dtype, d, *how)
-    if key in _ready or torch.cuda.is_current_stream_capturing():
-        return
 
     def rehearse() -> None:
         descent = Descent(clouds, task)
@@ -242,10 +239,7 @@ def _get_ready(clouds: Clouds, task: Task, nearby: triton_near.Nearby | None) ->
         by_x, by_y = (torch.empty_like(part) if need else None for part, need in points)
         descent.integrate(Outputs(clouds.a, by_x, None, by_y, None))
 
-    with one_at_a_time:
-        if key not in _ready:
-            compile_together(rehearse)
-            _ready.add(key)
+    compile_once(_ready, key, rehearse)
 
 
 @dataclass(frozen=True, eq=False)

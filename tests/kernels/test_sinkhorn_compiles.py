@@ -300,7 +300,7 @@ def test_what_is_compiled_together_is_all(monkeypatch, way, in_strips):
         target[0] = alone
 
     monkeypatch.setattr(launch.Launch, "_start_first", first)
-    monkeypatch.setattr(triton, "compile_together", compile_all)
+    monkeypatch.setattr(launch, "compile_together", compile_all)
     operator = triton.Fused(cost_of(3, 300), torch.ones(1, dtype=torch.float64))
     a, b, f = torch.ones(1, 300), torch.ones(1, 300), torch.zeros(1, 300)
     reach = torch.ones(1, 2)

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashot_backends.kernels import ahead
 from flashot_backends.kernels.sinkhorn import whole
 from flashot_backends.kernels.sinkhorn.blocks import Blocks
 
 from ... import dispatch
 from ...config import settings as session
 from ..sinkhorn.problem import log_weights
-from ..sinkhorn.solver import Request, _names, make_operator
+from ..sinkhorn.solver import Request, _names, expect_kernels, make_operator
 from . import fields as sparse
 from .schedule import Settings, Step, damping, descent, extents, temperatures, together
 
@@ -81,8 +80,7 @@ def in_one_go(x: Tensor, y: Tensor | None, metric: str, backend: str) -> Any:
 
     For points x and y, or for matrices of costs as x.
     """
-    if x.is_cuda and x.dtype != torch.float64:  # which Triton's kernels leave to others
-        ahead.begin()
+    expect_kernels(x)
     if y is None:
         request = Request("torch", x.device.type, "matrix", x.dtype, "matrix", tuple(x.shape))  # type: ignore[arg-type]
     else:

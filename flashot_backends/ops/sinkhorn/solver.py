@@ -95,13 +95,18 @@ class State(NamedTuple):
     stages: Tensor
 
 
+def expect_kernels(x: Tensor) -> None:
+    """Begin what Triton does before its first kernel, where its kernels may serve: they leave float64 to others."""
+    if x.is_cuda and x.dtype != torch.float64:
+        ahead.begin()
+
+
 def make_operator(x: Tensor, y: Tensor | None, epsilon: Tensor, metric: str, precision: str, backend: str) -> Any:
     """Have the kernel in charge prepare the costs.
 
     ``precision`` may name a dtype after a colon: that of costs that are held wider, for gradients to add up there.
     """
-    if x.is_cuda and x.dtype != torch.float64:  # which Triton's kernels leave to others
-        ahead.begin()
+    expect_kernels(x)
     precision, _, narrow = precision.partition(":")
     if narrow:
         x, y = (None if part is None else part.to(getattr(torch, narrow)) for part in (x, y))  # type: ignore[assignment]

@@ -63,6 +63,24 @@ def test_rows_last_and_deep_tails(monkeypatch):
     assert cases.worst_error(got, wanted) < 5e-6
 
 
+def test_large_programs(monkeypatch):
+    """Those that problems of many tokens have, on problems of few."""
+    wanted = gpu_blocks("_half_step_kernel", 1, 64, 8, 4096, 4096, True)
+    assert wanted == (128, 128, 4, 2)
+    monkeypatch.setattr(pallas_gpu, "interpret", True)
+    q, k = (cases.normal(seed, 2, 200, 64, dtype=jnp.bfloat16) for seed in (1, 2))
+    ids = jnp.where(jnp.arange(200) < 170, 0, -1) * jnp.ones((2, 1), jnp.int32)
+    pairs = Pairs(q, k, jnp.full(2, 0.125), ids, 2 * ids, packed=False)
+    w, target = (cases.normal(seed, 2, 200, dtype=jnp.float32) for seed in (3, 4))
+    found = []
+    for blocks in (wanted, (64, 64, 4, 3)):
+        monkeypatch.setattr(pallas_gpu, "gpu_blocks", lambda *_, blocks=blocks: blocks)
+        found.append(pallas_gpu.half_step(pallas_gpu.prepare(pairs), w, target, None, 0 * w))
+    found.append(chunked.half_step(chunked.prepare(pairs), w, target, None, 0 * w))
+    for one in found[:2]:
+        assert cases.worst_error(one, found[2]) < 2e-6
+
+
 @pytest.mark.parametrize("guess", [0.0, 200.0, -200.0])
 @pytest.mark.parametrize("size", [1.0, 40.0])
 def test_a_bad_guess_costs_no_digits(monkeypatch, size, guess):
