@@ -30,7 +30,6 @@ DENORMAL = -126.0
 # Up to this many coordinates, distances come from direct differences.
 DIRECT_DIMENSIONS = 8
 LOG2_E = math.log2(math.e)
-LN_2 = math.log(2)
 
 
 def applies(request: Any) -> str | None:
@@ -61,8 +60,27 @@ class Blocks(Operator):
 
     _memory: Tensor | None = None
 
+    @functools.cached_property
+    def bits(self) -> Tensor:
+        """log₂e/ε as the exponents have it, (B, 1) in float64.
+
+        Were potentials multiplied by another number, however close, plans would be off by one factor for all pairs,
+        and products of many plans by its power.
+        """
+        return (LOG2_E / self.epsilon).double()[:, None]
+
+    def in_bits(self, scaled: Tensor) -> Tensor:
+        """Numbers in units of ε, (B, ·), in base 2."""
+        return (scaled * self.log2_e).to(self.dtype)
+
+    @functools.cached_property
+    def log2_e(self) -> Tensor:
+        """log₂e for numbers in units of ε, (B, 1) in float64."""
+        epsilon = self.epsilon.double()[:, None]
+        return torch.where(epsilon.isinf(), LOG2_E, self.bits * epsilon)
+
     def scaled(self, strip: Strip) -> Tensor:
-        """C/ε on a strip, (b, r, m)."""
+        """C/ε on a strip, (b, r, m): fresh memory."""
         raise NotImplementedError
 
     def costs(self, strip: Strip) -> Tensor:
@@ -120,7 +138,7 @@ class Blocks(Operator):
         with exact_products(self.device):
             for strip in self.strips():
                 out[strip] = log2_sum_exp2(self.exponents(strip, terms))
-        return out.mul_(-LN_2 * self.epsilon[:, None])
+        return (out / -self.bits).to(self.dtype)
 
     def both(self, log_a: Tensor, log_b: Tensor, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Rows and columns from one exponential per pair, e_ij = exp((f_i + g_j − C_ij)/ε)."""
@@ -193,7 +211,7 @@ class Blocks(Operator):
         exponents = self.exponents(strip, terms)
         top = finite(exponents.amax(-1))
         e = exp2(exponents.sub_(top[:, :, None]))
-        return e, e.sum(-1), top * -LN_2
+        return e, e.sum(-1), (top / -self.log2_e[strip.batch]).to(self.dtype)
 
     def _columns(self, log_a: Tensor, log_b: Tensor, f: Tensor, g: Tensor, ratio: Tensor) -> Tensor:
         """The column potentials whose plan has the wanted column sums, given present over wanted sums."""
@@ -212,13 +230,10 @@ class Blocks(Operator):
 
     def moment(self, s: Tensor, t: Tensor, values: Tensor, power: int) -> Tensor:
         """(P∘C^power) V, strip by strip."""
-        out = self.zeros(self.batch, self.rows, values.shape[-1])
+        out, terms = self.zeros(self.batch, self.rows, values.shape[-1]), self.terms(s, t)
         with exact_products(self.device):
             for strip in self.strips():
-                scaled, moment = self._plan(strip, s, t)
-                for _ in range(power):
-                    moment = times_cost(moment, scaled)
-                out[strip] = moment @ values[strip.batch].to(self.dtype)
+                out[strip] = self._moment(strip, terms, power) @ values[strip.batch].to(self.dtype)
         return out.mul_((self.epsilon**power)[:, None, None])
 
     def largest(self, t: Tensor, count: int) -> Tensor:
@@ -232,28 +247,27 @@ class Blocks(Operator):
 
     def cost_apply(self, s: Tensor, t: Tensor, power: int = 1) -> Tensor:
         """Row sums of P∘C or P∘C², strip by strip."""
-        out = self.zeros(self.batch, self.rows)
+        out, terms = self.zeros(self.batch, self.rows), self.terms(s, t)
         with exact_products(self.device):
             for strip in self.strips():
-                scaled, moment = self._plan(strip, s, t)
-                for _ in range(power):
-                    moment = times_cost(moment, scaled)
-                out[strip] = moment.sum(-1)
+                out[strip] = self._moment(strip, terms, power).sum(-1)
         return out.mul_(self.epsilon[:, None] ** power)
 
     def weighted(self, s, t, alpha=None, gamma=0.0, u=None, v=None) -> Weighted:  # type: ignore[no-untyped-def]
         """Reductions of W_ij = P_ij (α_i + γ C_ij + u_i·v_j), strip by strip."""
-        totals = self.gradients()
+        totals, terms = self.gradients(), self.terms(s, t)
         rows, columns = self.zeros(self.batch, self.rows), self.zeros(self.batch, self.columns)
         with exact_products(self.device):
             for strip in self.strips():
-                scaled, weights = self._plan(strip, s, t)
+                weights, moment = exp2(self.exponents(strip, terms)), None
+                if gamma:
+                    weights = weights.clone()
+                    moment = times_cost(weights, self.scaled(strip))
                 factor: Any = 0.0
                 if alpha is not None:
                     factor = alpha[strip][:, :, None]
                 if u is not None:
                     factor = factor + u[strip].to(self.dtype) @ v[strip.batch].to(self.dtype).transpose(-1, -2)
-                moment = times_cost(weights, scaled) if gamma else None
                 weights = weights * factor
                 if moment is not None:
                     weights = weights + moment * (gamma * self.epsilon[strip.batch, None, None])
@@ -262,9 +276,14 @@ class Blocks(Operator):
                 columns[strip.batch] += weights.sum(-2)
         return Weighted(totals, rows, columns)
 
-    def _plan(self, strip: Strip, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = self.scaled(strip)
-        return scaled, torch.exp(s[strip][:, :, None] + t[strip.batch, None, :] - scaled)
+    def _moment(self, strip: Strip, terms: Terms, power: int) -> Tensor:
+        """P∘(C/ε)^power on a strip; the next strip overwrites it."""
+        moment = exp2(self.exponents(strip, terms))
+        if power:
+            moment, scaled = moment.clone(), self.scaled(strip)
+        for _ in range(power):
+            moment = times_cost(moment, scaled)
+        return moment
 
 
 class Matrix(Blocks):
@@ -281,12 +300,12 @@ class Matrix(Blocks):
 
     def terms(self, r: Tensor | None, t: Tensor) -> Terms:
         """Both in base 2, along their axis."""
-        return (None if r is None else r[:, :, None] * LOG2_E), t[:, None, :] * LOG2_E
+        return (None if r is None else self.in_bits(r)[:, :, None]), self.in_bits(t)[:, None, :]
 
     def exponents(self, strip: Strip, terms: Terms) -> Tensor:
         """(r_i + t_j − C_ij/ε) log₂ e with one read of M."""
         r, t = terms
-        slope = (LOG2_E / self.epsilon[strip.batch])[:, None, None]
+        slope = self.bits[strip.batch, :, None].to(self.dtype)
         rows = self._rows(strip)
         out = self.buffer(*rows.shape) if rows.is_contiguous() else None
         out = torch.addcmul(t[strip.batch], rows, slope, value=-1, out=out)
@@ -328,7 +347,13 @@ class Points(Blocks):
 
     def scaled(self, strip: Strip) -> Tensor:
         """C/ε, never negative."""
-        return self.exponents(strip, self._cost_terms).clamp_(max=0).mul_(-LN_2)
+        in_units = -1 / self.log2_e[strip.batch, :, None]
+        return self.exponents(strip, self._cost_terms).clamp(max=0).mul_(in_units.to(self.dtype))
+
+    @functools.cached_property
+    def bits(self) -> Tensor:
+        """Points are multiplied in float64."""
+        return (LOG2_E / self.exact_epsilon)[:, None]
 
     @functools.cached_property
     def _cost_terms(self) -> Terms:
@@ -340,8 +365,8 @@ class Points(Blocks):
         With x̂ = x √(2 log₂ e / ε) and r'_i = r_i log₂ e − |x̂_i|²/2, and the same for y: −C_ij log₂ e / ε =
         x̂_i·ŷ_j − |x̂_i|²/2 − |ŷ_j|²/2.
         """
-        r = -self.norm_x if r is None else r * LOG2_E - self.norm_x
-        r, t = r.to(self.dtype), (t * LOG2_E - self.norm_y).to(self.dtype)
+        r = -self.norm_x if r is None else self.in_bits(r) - self.norm_x
+        r, t = r.to(self.dtype), (self.in_bits(t) - self.norm_y).to(self.dtype)
         left = torch.cat([self.scaled_x, r[:, :, None], torch.ones_like(r)[:, :, None]], -1)
         right = torch.cat([self.scaled_y, torch.ones_like(t)[:, :, None], t[:, :, None]], -1)
         return left, right.transpose(-1, -2).contiguous()
@@ -373,12 +398,12 @@ class Points(Blocks):
     def _column_terms(self, t: Tensor) -> Terms:
         """Like ``terms``, without what depends on the row alone: that is better added to the row's result, in
         float64."""
-        t = (t * LOG2_E - self.norm_y).to(self.dtype)[:, :, None]
+        t = (self.in_bits(t) - self.norm_y).to(self.dtype)[:, :, None]
         left = torch.cat([self.scaled_x, self.scaled_x.new_ones(self.batch, self.rows, 1)], -1)
         return left, torch.cat([self.scaled_y, t], -1).transpose(-1, -2).contiguous()
 
     def _with_row_terms(self, log2_sums: Tensor) -> Tensor:
-        return ((self.norm_x - log2_sums) * (LN_2 * self.exact_epsilon[:, None])).to(self.dtype)
+        return ((self.norm_x - log2_sums) / self.bits).to(self.dtype)
 
     def pull_back(self, strip: Strip, weights: Tensor, totals: tuple[Tensor, ...]) -> None:
         """∂C/∂x_i = 2 (x_i − y_j), and the opposite for y."""
@@ -430,12 +455,12 @@ class Apart(Blocks):
 
     def terms(self, r: Tensor | None, t: Tensor) -> Terms:
         """r and t in base 2, and the columns' coordinates (B, d, m)."""
-        return (None if r is None else r[:, :, None] * LOG2_E), t[:, None, :] * LOG2_E, self.coordinates
+        return (None if r is None else self.in_bits(r)[:, :, None]), self.in_bits(t)[:, None, :], self.coordinates
 
     def exponents(self, strip: Strip, terms: Terms) -> Tensor:
         """(r_i + t_j − C_ij/ε) log₂ e."""
         r, t, coordinates = terms
-        slope = (-LOG2_E / self.epsilon[strip.batch])[:, None, None]
+        slope = -self.bits[strip.batch, :, None].to(self.dtype)
         out = self.between(strip, coordinates).mul_(slope).add_(t[strip.batch])
         return out if r is None else out.add_(r[strip])
 
@@ -493,7 +518,7 @@ class Distances(Apart):
             e, top, total = around_maximum(self.exponents(strip, terms))
             value[strip] = top + total.log2()
             slope[strip] = self._towards(strip, self._per_length(strip, e)) / total[:, :, None]
-        return Softmin(value.mul_(-LN_2 * self.epsilon[:, None]), slope.to(self.dtype))
+        return Softmin((value / -self.bits).to(self.dtype), slope.to(self.dtype))
 
     def _per_length(self, strip: Strip, weights: Tensor) -> Tensor:
         """W/C, zero where the floor holds."""

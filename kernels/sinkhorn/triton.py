@@ -180,8 +180,10 @@ class Fused(Operator):
 
     @functools.cached_property
     def unit(self) -> Tensor:
-        """ε log 2, (B, 1): what a potential in base 2 is multiplied by."""
-        return (self.exact_epsilon * math.log(2)).float()[:, None]
+        """What a potential in base 2 is multiplied by, (B, 1), float64: see `triton_kernels.bits_per_unit`."""
+        if self.prepared.kind == MATRIX:
+            return -1 / self.prepared.slopes.double()[:, None]
+        return (self.exact_epsilon / LOG2E)[:, None]
 
     @property
     def T(self) -> Fused:  # noqa: N802
@@ -222,7 +224,7 @@ class Fused(Operator):
         update.bind(bias, u, rest, u, rest, rest, none, rest, none, binding)()
         inner = u[:, : rows.length]
         inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
-        return inner * self.unit
+        return torch.mul(inner, self.unit, out=torch.empty_like(inner, memory_format=torch.contiguous_format))
 
     def _laid_dual(self, log_weight: Tensor, potential: Tensor) -> Tensor:
         """The bias of log b + g/ε."""
@@ -233,7 +235,7 @@ class Fused(Operator):
         given = log_weight.contiguous(), potential.contiguous()
         args = (*given, epsilon, columns.half_norm, bias, columns.blocks, columns.length, epsilon.stride(0))
         variant = tuple(part.data_ptr() % 16 for part in (*given, epsilon))
-        constants = (self.prepared.kind == DOT, BLOCK)
+        constants = (self.prepared.kind, BLOCK)
         launch(lay_dual, columns.blocks * self.batch, args, constants, (("num_warps", 4),), variant)
         return bias
 
@@ -395,7 +397,7 @@ class Fused(Operator):
                 top, total, out, s, rows.half_norm, epsilon, top if largest is None else largest, sums, result,
                 programs, len(top), self.batch, rows.length, width, rows.blocks, *s.stride(), epsilon.stride(0),
             )  # fmt: skip
-            constants = (kind == DOT, power, 1 if largest is None else HALF_RANGE, 32, across)
+            constants = (kind, power, 1 if largest is None else HALF_RANGE, 32, across)
             variant = tuple(part.data_ptr() % 16 for part in (s, epsilon, total, result, sums))
             launch(join, programs * self.batch, args, constants, PRODUCT_OPTIONS, variant)
             return (None if values is None else result), sums
@@ -443,14 +445,15 @@ class Fused(Operator):
         """Biases and weights of the columns, padded."""
         from .triton_kernels import lay
 
-        columns, kind = self.prepared.columns, self.prepared.kind
+        columns, epsilon = self.prepared.columns, self.exact_epsilon
         bias, padded = self.new(2, self.batch, columns.blocks * PAD).unbind()
         given = t if weights is None else weights
         args = (
-            t, given, columns.half_norm, bias, padded, columns.blocks, columns.length, columns.blocks, *t.stride(),
-            *given.stride(),
+            t, given, columns.half_norm, epsilon, bias, padded, columns.blocks, columns.length, columns.blocks,
+            *t.stride(), *given.stride(), epsilon.stride(0),
         )  # fmt: skip
-        constants, variant = (kind == DOT, weights is not None, BLOCK), (t.data_ptr() % 16, given.data_ptr() % 16)
+        constants = (self.prepared.kind, weights is not None, BLOCK)
+        variant = tuple(part.data_ptr() % 16 for part in (t, given, epsilon))
         launch(lay, columns.blocks * self.batch, args, constants, (("num_warps", 4),), variant)
         return bias, padded
 
@@ -508,7 +511,7 @@ class Update:
     """An update of all row potentials, bound to an operator: only the vectors are given call by call."""
 
     def __init__(self, op: Fused):
-        self.op, self.prepared = op, op.prepared
+        self.prepared, self.batch = op.prepared, op.batch  # and not op, which may keep this: a cycle outlives its use
         rows, columns = self.prepared.rows, self.prepared.columns
         transposed = columns.stride != 1
         shape = launch_shape(self.prepared.kind, self.prepared.width, op.batch * rows.length, op.device, transposed)
@@ -542,7 +545,7 @@ class Update:
             rows.first, rows.second, columns.first, columns.second, bias, u_in, log_weight, u_out, bias_out, ratio,
             self.parts, self.counters, done, slopes, gaps, cycles, penalty, rows.half_norm if lack is None else lack,
         )  # fmt: skip
-        args, programs = (*tensors, 0, most, column, *self.sizes), self.programs * self.op.batch
+        args, programs = (*tensors, 0, most, column, *self.sizes), self.programs * self.batch
         lacking = self.prepared.kind == DOT or lack is not None
         constants, variant = (*self.constants, first, steady, lacking), self.prepared.variant
         return Launch(update, programs, args, constants, self.options, variant, at=len(tensors))

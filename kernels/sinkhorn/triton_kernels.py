@@ -189,6 +189,26 @@ def cycle_gap(exponent, cycle):
     return (1.0 - e) / (1.0 + e)
 
 
+@triton.jit
+def bits_per_unit(epsilon, KIND: tl.constexpr):
+    """log₂e/ε, float64, as the scores have it: matrices are multiplied by a float32.
+
+    Were it another number, however close, plans would be off by one factor for all pairs, and their products by its
+    power.
+    """
+    bits = 1.4426950408889634 / epsilon
+    if KIND == MATRIX:
+        bits = bits.to(tl.float32).to(tl.float64)
+    return bits
+
+
+@triton.jit
+def in_bits(scaled, epsilon, KIND: tl.constexpr):
+    """Numbers in units of ε, as the host has it in float32, in those of the scores."""
+    bits = bits_per_unit(epsilon, KIND) * epsilon.to(tl.float32).to(tl.float64)
+    return (scaled.to(tl.float64) * bits).to(tl.float32)
+
+
 @kernel
 def prepare(
     x, y, epsilon, q1, q2, k1, k2, norm_q, norm_k, slopes, extents, flags, programs: tl.int32, n: tl.int32, m: tl.int32,
@@ -210,15 +230,15 @@ def prepare(
     unit = tl.load(epsilon + b * stride_epsilon)
     shrink = 1.0
     if KIND == DOT:
-        scale = tl.sqrt(2.0 * 1.4426950408889634 / unit).to(tl.float32)
+        scale = tl.sqrt(2.0 * 1.4426950408889634 / unit)
         if again == 1:
             extent = tl.load(extents + b)
             if extent <= 16384.0:
                 return
             shrink = tl.exp2(tl.ceil(tl.log2(extent / 16384.0)))
     else:
-        scale = tl.sqrt(1.4426950408889634 / unit).to(tl.float32)
-    scale = scale / shrink
+        scale = tl.sqrt(1.4426950408889634 / unit)
+    scale = scale / shrink  # float64: rounded once for all points, it would not suit potentials any more
     if block == 0:
         tl.store(slopes + b, shrink * shrink)
     is_q = block < blocks_q * per
@@ -240,7 +260,7 @@ def prepare(
         value = tl.load(own + where, mask=inside, other=0.0).to(tl.float32)
         finite = (value == value) & (tl.abs(value) < float("inf"))
         bad += tl.sum(tl.sum((inside & (finite == 0)).to(tl.int32), 1), 0)
-        value = tl.where(inside, (value - centre[None, :]) * scale, 0.0)
+        value = tl.where(inside, ((value - centre[None, :]).to(tl.float64) * scale).to(tl.float32), 0.0)
         if KIND == DOT:
             furthest = tl.maximum(furthest, tl.max(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), 0))
             hi = value.to(tl.float16)
@@ -299,8 +319,7 @@ def start(
             return
     if block == 0:
         if KIND == MATRIX:
-            bits = tl.full([], -1.4426950408889634, tl.float64)
-            tl.store(slopes + b, (bits / tl.load(epsilon + b * stride_epsilon)).to(tl.float32))
+            tl.store(slopes + b, -bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND).to(tl.float32))
         tl.store(seen + 4 + 2 * batch + b, tl.load(epsilon + b * stride_epsilon).to(tl.float64))
         tl.store(gaps + 2 * b, tl.maximum(gap, tl.load(penalty + 8 * b + FLOOR)))
         tl.store(cycles + 2 * b, check_every)
@@ -315,8 +334,9 @@ def start(
     if block < blocks_q:
         rows = block * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
-        unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
-        u = tl.load(f + b * batch_f + rows.to(tl.int64) * stride_f, mask=rows < n, other=0.0) / unit
+        bits = bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
+        u = tl.load(f + b * batch_f + rows.to(tl.int64) * stride_f, mask=rows < n, other=0.0)
+        u = (u.to(tl.float64) * bits).to(tl.float32)
         at = b * blocks_q * PAD + rows
         if KIND == DOT:
             u -= tl.load(norm_q + at)
@@ -429,30 +449,30 @@ def settle(
 def finish(
     u, v, norm_q, norm_k, epsilon, iterations, error, f_out, g_out, iterations_out, converged, seen, scratch, done,
     turns, gaps, cycles, programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32,
-    other: tl.int64, stride_epsilon: tl.int64, tolerance: tl.float32, batch: tl.int32, NORMS: tl.constexpr,
-    FLAGS: tl.constexpr, BLOCK: tl.constexpr,
+    other: tl.int64, stride_epsilon: tl.int64, tolerance: tl.float32, batch: tl.int32, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Potentials in the unit of the cost. v lies ``other`` numbers further on after an odd number of iterations.
 
     What the loop noted is zero again afterwards, for the next one.
     """
     b, block = place(programs)
-    unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+    unit = 1.0 / bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
     ran = tl.load(iterations + b)
     if block < blocks_q:
         rows = block * BLOCK + tl.arange(0, BLOCK)
         at = b * blocks_q * PAD + rows
         value = tl.load(u + at, mask=rows < n)
-        if NORMS:
+        if KIND == DOT:
             value += tl.load(norm_q + at)
-        tl.store(f_out + b * n + rows, value * unit, mask=rows < n)
+        tl.store(f_out + b * n + rows, (value.to(tl.float64) * unit).to(tl.float32), mask=rows < n)
     else:
         rows = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
         at = b * blocks_k * PAD + rows
         value = tl.load(v + (ran % 2) * other + at, mask=rows < m)
-        if NORMS:
+        if KIND == DOT:
             value += tl.load(norm_k + at)
-        tl.store(g_out + b * m + rows, value * unit, mask=rows < m)
+        tl.store(g_out + b * m + rows, (value.to(tl.float64) * unit).to(tl.float32), mask=rows < m)
     if block == 0:
         tl.store(iterations_out + b, ran.to(tl.int64))
         tl.store(converged + b, tl.load(error + b) < tolerance)
@@ -462,28 +482,28 @@ def finish(
         tl.store(seen + 4 + 2 * b + pair, tl.zeros([2], tl.float64))
         tl.store(gaps + 2 * b + pair, tl.zeros([2], tl.float32))
         tl.store(cycles + 2 * b + pair, tl.zeros([2], tl.int32))
-        if FLAGS:
+        if KIND != MATRIX:
             tl.store(scratch + 4 + b, 0)
         if b == 0:
             four = tl.arange(0, 4)
             tl.store(seen + four, tl.zeros([4], tl.float64))
-            if FLAGS:
+            if KIND != MATRIX:
                 tl.store(scratch + four, tl.zeros([4], tl.int32))
 
 
 @kernel
 def lack(
     offset, epsilon, norm, out, programs: tl.int32, count: tl.int32, batch_offset: tl.int64, stride_offset: tl.int64,
-    stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    stride_epsilon: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """What potentials in base 2 lack of those that count where a marginal may be missed: the norm, and the offset."""
     b, block = place(programs)
     which = block * BLOCK + tl.arange(0, BLOCK)
     at = b * programs * BLOCK + which
-    unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+    bits = bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
     value = tl.load(offset + b * batch_offset + which.to(tl.int64) * stride_offset, mask=which < count, other=0.0)
-    value = value / unit
-    if NORMS:
+    value = (value.to(tl.float64) * bits).to(tl.float32)
+    if KIND == DOT:
         value += tl.load(norm + at)
     tl.store(out + at, value)
 
@@ -492,7 +512,7 @@ def lack(
 def enter(
     a, b_weight, f, epsilon, norm_q, u, log_a, log_b, row_bias, column_bias, gaps, penalty, gap: tl.float32,
     programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, batch_a: tl.int64,
-    batch_b: tl.int64, stride_epsilon: tl.int64, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    batch_b: tl.int64, stride_epsilon: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """A stage of annealing begins: potentials f (B, n) in base 2 under its ε, their biases, and the gap it relaxes by;
     log₂ of the weights, and empty column biases."""
@@ -502,10 +522,10 @@ def enter(
     if block < blocks_q:
         rows = block * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(a + b * batch_a + rows, mask=rows < n, other=0.0)
-        unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
-        value = tl.load(f + b * n + rows, mask=rows < n, other=0.0) / unit
+        bits = bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
+        value = (tl.load(f + b * n + rows, mask=rows < n, other=0.0).to(tl.float64) * bits).to(tl.float32)
         at = b * blocks_q * PAD + rows
-        if NORMS:
+        if KIND == DOT:
             value -= tl.load(norm_q + at)
         log_weight = tl.log2(weight)
         tl.store(u + at, value)
@@ -521,18 +541,18 @@ def enter(
 
 @kernel
 def leave(
-    u, norm_q, epsilon, f, programs: tl.int32, n: tl.int32, stride_epsilon: tl.int64, NORMS: tl.constexpr,
+    u, norm_q, epsilon, f, programs: tl.int32, n: tl.int32, stride_epsilon: tl.int64, KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A stage of annealing ends: its row potentials in the unit of the cost, f (B, n)."""
     b, block = place(programs)
     rows = block * BLOCK + tl.arange(0, BLOCK)
-    unit = (tl.load(epsilon + b * stride_epsilon) * 0.6931471805599453).to(tl.float32)
+    unit = 1.0 / bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
     at = b * programs * BLOCK + rows
     value = tl.load(u + at, mask=rows < n)
-    if NORMS:
+    if KIND == DOT:
         value += tl.load(norm_q + at)
-    tl.store(f + b * n + rows, value * unit, mask=rows < n)
+    tl.store(f + b * n + rows, (value.to(tl.float64) * unit).to(tl.float32), mask=rows < n)
 
 
 @triton.jit
@@ -1054,8 +1074,9 @@ def gather(
 
 @kernel
 def lay(
-    t, weights, norm_k, bias, padded, programs: tl.int32, m: tl.int32, blocks_k: tl.int32, batch_t: tl.int64,
-    stride_t: tl.int64, batch_weights: tl.int64, stride_weights: tl.int64, NORMS: tl.constexpr, WEIGHTED: tl.constexpr,
+    t, weights, norm_k, epsilon, bias, padded, programs: tl.int32, m: tl.int32, blocks_k: tl.int32, batch_t: tl.int64,
+    stride_t: tl.int64, batch_weights: tl.int64, stride_weights: tl.int64, stride_epsilon: tl.int64,
+    KIND: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """What a product takes of its columns, padded: t log₂e − |y'|²/2, and weights, 1 where there are none."""
@@ -1063,8 +1084,8 @@ def lay(
     cols = block * BLOCK + tl.arange(0, BLOCK)
     at, inside = b * blocks_k * PAD + cols, cols < m
     value = tl.load(t + b * batch_t + cols.to(tl.int64) * stride_t, mask=inside, other=float("-inf"))
-    value = value * 1.4426950408889634
-    if NORMS:
+    value = in_bits(value, tl.load(epsilon + b * stride_epsilon), KIND)
+    if KIND == DOT:
         value -= tl.load(norm_k + at)
     tl.store(bias + at, value)
     weight = tl.full([BLOCK], 1.0, tl.float32)
@@ -1090,7 +1111,7 @@ def halve(values, largest, high, low, programs: tl.int32, count: tl.int64, RANGE
 def join(
     top, total, out, s, norm_q, epsilon, largest, total_out, result, programs: tl.int32, parts: tl.int32,
     problems: tl.int32, n: tl.int32, width: tl.int32, blocks_q: tl.int32, batch_s: tl.int64, stride_s: tl.int64,
-    stride_epsilon: tl.int64, NORMS: tl.constexpr, POWER: tl.constexpr, RANGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    stride_epsilon: tl.int64, KIND: tl.constexpr, POWER: tl.constexpr, RANGE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """The parts of a product in one, times 2^(s_i log₂e − |x'_i|²/2 + top_i) ε^POWER. RANGE > 1: values were halved."""
@@ -1105,15 +1126,15 @@ def join(
     for k in range(parts):
         found = tl.load(top + (k * problems + b) * n + rows, mask=inside, other=0.0)
         highest = tl.maximum(highest, found)
-    shift = tl.load(s + b * batch_s + rows.to(tl.int64) * stride_s, mask=inside, other=0.0) * 1.4426950408889634
-    if NORMS:
+    unit = tl.load(epsilon + b * stride_epsilon)
+    shift = in_bits(tl.load(s + b * batch_s + rows.to(tl.int64) * stride_s, mask=inside, other=0.0), unit, KIND)
+    if KIND == DOT:
         shift -= tl.load(norm_q + b * blocks_q * PAD + rows, mask=inside, other=0.0)
     scale = tl.exp2(shift + highest)
     if POWER > 0:
-        unit = tl.load(epsilon + b * stride_epsilon).to(tl.float32)
-        scale *= unit
+        scale *= unit.to(tl.float32)
         if POWER > 1:
-            scale *= unit
+            scale *= unit.to(tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for k in range(parts):

@@ -116,7 +116,7 @@ def _lay(op: triton.Fused, side: triton.Side, offset: Tensor, epsilon: Tensor, o
     from .triton_kernels import lack
 
     args = (offset, epsilon, side.half_norm, out, side.blocks, side.length, *offset.stride(), epsilon.stride(0))
-    constants, variant = (op.prepared.kind == triton.DOT, triton.BLOCK), tuple(p.data_ptr() % 16 for p in args[:2])
+    constants, variant = (op.prepared.kind, triton.BLOCK), tuple(p.data_ptr() % 16 for p in args[:2])
     return Launch(lack, side.blocks * op.batch, args, constants, (("num_warps", 4),), variant)
 
 
@@ -345,7 +345,7 @@ class Loop(Vectors):
             epsilon.stride(0), self.control.tolerance, self.batch,
         )  # fmt: skip
         variant, programs = epsilon.data_ptr() % 16, (rows.blocks + columns.blocks) * self.batch
-        constants = (op.prepared.kind == triton.DOT, op.prepared.kind != triton.MATRIX, triton.BLOCK)
+        constants = (op.prepared.kind, triton.BLOCK)
         return Launch(finish, programs, args, constants, (("num_warps", 4),), variant)
 
 

@@ -105,7 +105,7 @@ class Tape:
             *vectors, epsilon, rows.half_norm, columns.half_norm, self.rows[slot], self.columns[slot],
             self.weights[slot], programs, rows.length, columns.length, rows.blocks, columns.blocks, epsilon.stride(0),
         )  # fmt: skip
-        constants = (op.prepared.kind == triton.DOT, triton.BLOCK)
+        constants = (op.prepared.kind, triton.BLOCK)
         variant = tuple(part.data_ptr() % 16 for part in (*vectors, epsilon))
         launch(set_down, programs * op.batch, args, constants, (("num_warps", 4),), variant)
         return slot

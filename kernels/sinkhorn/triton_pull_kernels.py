@@ -14,6 +14,7 @@ from .triton_kernels import (
     DOT,
     PAD,
     add_column,
+    bits_per_unit,
     coordinates,
     held_rows,
     kernel,
@@ -38,15 +39,15 @@ def dual_bits(log_weight, potential, at, inside, unit):
 @kernel
 def lay_dual(
     log_weight, potential, epsilon, norm_k, bias, programs: tl.int32, m: tl.int32, stride_epsilon: tl.int64,
-    NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """What an update takes of its columns, padded, from log b and g."""
     b, block = place(programs)
     cols = block * BLOCK + tl.arange(0, BLOCK)
-    unit = 1.4426950408889634 / tl.load(epsilon + b * stride_epsilon)
+    unit = bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
     bits = dual_bits(log_weight, potential, b * m + cols, cols < m, unit)
     at = b * programs * PAD + cols
-    if NORMS:
+    if KIND == DOT:
         bits -= tl.load(norm_k + at)
     tl.store(bias + at, bits)
 
@@ -55,21 +56,21 @@ def lay_dual(
 def set_down(
     log_weight, given, softmin, gradient, epsilon, norm_q, norm_k, rows_out, columns_out, weights_out,
     programs: tl.int32, n: tl.int32, m: tl.int32, blocks_q: tl.int32, blocks_k: tl.int32, stride_epsilon: tl.int64,
-    NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """A half step's r, c and weights, padded: from its softmin and the gradient by it, and from log b + g/ε.
 
     Rows that may go nowhere (softmin +∞) and columns that are left out (log b −∞) have no part.
     """
     b, block = place(programs)
-    unit = 1.4426950408889634 / tl.load(epsilon + b * stride_epsilon)
+    unit = bits_per_unit(tl.load(epsilon + b * stride_epsilon), KIND)
     if block < blocks_q:
         rows = block * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(softmin + b * n + rows, mask=rows < n, other=float("inf"))
         weight = tl.load(gradient + b * n + rows, mask=rows < n, other=0.0)
         at = b * blocks_q * PAD + rows
         bits = (value.to(tl.float64) * unit).to(tl.float32)
-        if NORMS:
+        if KIND == DOT:
             bits -= tl.load(norm_q + at)
         nowhere = value == float("inf")
         tl.store(rows_out + at, tl.where(nowhere, float("-inf"), bits))
@@ -78,7 +79,7 @@ def set_down(
         cols = (block - blocks_q) * BLOCK + tl.arange(0, BLOCK)
         bits = dual_bits(log_weight, given, b * m + cols, cols < m, unit)
         at = b * blocks_k * PAD + cols
-        if NORMS:
+        if KIND == DOT:
             bits -= tl.load(norm_k + at)
         tl.store(columns_out + at, bits)
 

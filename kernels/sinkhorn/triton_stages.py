@@ -94,7 +94,7 @@ class Stages(Vectors):
             self.column_bias, self.gaps, self.penalty, self.schedule.gap, programs, rows.length, columns.length,
             rows.blocks, columns.blocks, a.stride(0), b.stride(0), self.epsilon.stride(0),
         )  # fmt: skip
-        constants, variant = (op.prepared.kind == triton.DOT, triton.BLOCK), (a.data_ptr() % 16, b.data_ptr() % 16)
+        constants, variant = (op.prepared.kind, triton.BLOCK), (a.data_ptr() % 16, b.data_ptr() % 16)
         return Launch(enter, programs * op.batch, args, constants, (("num_warps", 4),), variant)
 
     def _leave(self, op: triton.Fused) -> Launch:
@@ -102,5 +102,5 @@ class Stages(Vectors):
 
         rows = op.prepared.rows
         args = (self.u, rows.half_norm, self.epsilon, self.f, rows.blocks, rows.length, self.epsilon.stride(0))
-        constants = (op.prepared.kind == triton.DOT, triton.BLOCK)
+        constants = (op.prepared.kind, triton.BLOCK)
         return Launch(leave, rows.blocks * op.batch, args, constants, (("num_warps", 4),))

@@ -645,7 +645,7 @@ class Descent:
         bias = bias[:, offset:] if other else bias[:, :offset]
         t = (bias + columns.half_norm)[:, : columns.length] * LN_2
         turned = prepared._replace(rows=both[side], columns=columns)
-        epsilon = torch.full((layout.batch,), self.reference, dtype=torch.float64, device=layout.device)
+        epsilon = torch.ones(layout.batch, dtype=torch.float64, device=layout.device)  # all is in base 2 already
         operator = triton.Fused(Cost(points[side], points[other], None), epsilon, layout.precision, turned)
         top, total, out, largest = operator._parts_of_product(t, values, None, 0)
         fade = torch.exp2(top - top.amax(0))

@@ -1,5 +1,6 @@
 """The streamed torch kernel: strips, safe sums, and memory that stays linear."""
 
+import math
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 from flashot_backends.kernels.sinkhorn import blocks, reference  # noqa: E402
 from flashot_backends.kernels.sinkhorn.operator import Cost  # noqa: E402
 from flashot_backends.ops.sinkhorn import PointCloud, softmin, solve  # noqa: E402
+from tests.kernels import far_costs  # noqa: E402
 from tests.memory import PEAK, linux  # noqa: E402
 from tests.ops.sinkhorn_cases import INF, close, make, normal, sinkhorn, weights  # noqa: E402
 
@@ -124,7 +126,7 @@ def test_the_fallback_is_taken(monkeypatch):
 def test_sums_of_any_size(exponent):
     """Rows whose every term would under- or overflow; below 2^−126 float32 has fewer digits."""
     terms = torch.tensor([[0.0, -1.0, -130.0, -INF], [-2.0, -2.0, -2.0, -2.0], [-INF] * 4]) + exponent
-    wanted = torch.logsumexp(terms.double() * blocks.LN_2, -1) / blocks.LN_2
+    wanted = torch.logsumexp(terms.double() * math.log(2), -1) / math.log(2)
     close(blocks.log2_sum_exp2(terms.clone()), wanted, rtol=1e-6)
     assert blocks.log2_sum_exp2(terms[:, :0]).tolist() == [-INF] * 3
 
@@ -190,3 +192,13 @@ def test_serves_everything():
 
     assert blocks.applies(Request()) is None
     assert reference.applies(Request()) is None
+
+
+@pytest.mark.parametrize("epsilon", far_costs.REGULARISATIONS)
+@pytest.mark.parametrize("kind", [*far_costs.KINDS, "l1"])
+def test_costs_far_above_epsilon(kind, epsilon):
+    cost, *columns = far_costs.costs(3 if kind == "l1" else kind)
+    if kind == "l1":
+        cost = Cost(cost.x, cost.y + 20, None, "l1")
+    found = far_costs.leanings(blocks.operator(cost, torch.tensor([epsilon], dtype=torch.float64)), *columns)
+    assert all(abs(leaning) < far_costs.LEAST for leaning in found.values()), found

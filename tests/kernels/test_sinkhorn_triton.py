@@ -1,7 +1,9 @@
 """The Triton kernels, interpreted on the CPU or compiled where there is a card, against a plain solver in float64."""
 
+import gc
 import math
 import os
+import weakref
 
 import pytest
 
@@ -376,6 +378,33 @@ def test_gradients_of_the_value(gradient):
         value = solve(make_cost((leaf, y.to(cast))), **options).value()
         found.append(torch.autograd.grad(value, leaf)[0].double())
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-4
+
+
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
+@pytest.mark.parametrize("kind", ["matrix", 16])
+def test_nothing_waits_for_the_collector(gradient, kind, monkeypatch):
+    """What was prepared goes when it was used: the collector of cyclic garbage does not know how much a card has."""
+    made, init = [], triton.Fused.__init__
+
+    def noted(self, *given, **options):
+        init(self, *given, **options)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(triton.Fused, "__init__", noted)
+    parts, epsilon = matrix(12, 15, device=DEVICE) if kind == "matrix" else points(12, 15, kind, device=DEVICE)
+    gc.disable()
+    try:
+        for _ in range(3):
+            leaf = parts[0].clone().requires_grad_()
+            options = {"epsilon": epsilon, "max_iterations": 3, "tolerance": 0, "gradient": gradient}
+            solution = solve(make_cost((leaf, *parts[1:])), backend=NAME, **options)
+            solution.apply(torch.ones(15, 2, device=DEVICE))
+            torch.autograd.grad(solution.value(), leaf)
+            del solution, leaf
+        assert len(made) > 3
+        assert not any(one() for one in made)
+    finally:
+        gc.enable()
 
 
 REACHES = {"both": (0.7, 0.3), "rows": (0.5, math.inf), "columns": (math.inf, 0.4), "far": (300.0, 200.0)}

@@ -1,0 +1,48 @@
+"""Costs of some 800 ε. Float32 rounds such exponents by 3e-5 either way, and so it does the sums of a plan's rows; but
+all together must not lean to one side: gradients through many iterations multiply that many plans."""
+
+import math
+
+import torch
+
+from flashot_backends.kernels.sinkhorn import reference
+from flashot_backends.kernels.sinkhorn.operator import Cost
+from tests.ops.sinkhorn_cases import normal
+
+REGULARISATIONS = (0.07, 0.09, 0.11)  # none of them is a float32
+KINDS = ("matrix", 3, 20)
+LEAST = 1e-5
+WIDE = torch.tensor([0.1], dtype=torch.float64)
+
+
+def costs(kind, device="cpu"):
+    """One problem of 600 and 200 points, or their matrix; and log weights and potentials of the columns.
+
+    After some iterations every column is near to some of the rows; of few columns rounding alone may lean.
+    """
+    d = 3 if kind == "matrix" else kind
+    x, y = 0.3 * normal(1, 600, d), 0.3 * normal(1, 200, d, seed=1) + (70 / d) ** 0.5
+    parts = (None, None, (x[:, :, None] - y[:, None]).square().sum(-1)) if kind == "matrix" else (x, y, None)
+    cost = Cost(*(None if part is None else part.to(device, torch.float32) for part in parts))
+    log_weight = torch.log_softmax(normal(1, 200, seed=2), -1).to(device)
+    wide = reference.operator(Cost(*(None if part is None else part.double() for part in cost[:3])), WIDE.to(device))
+    g = torch.zeros_like(log_weight)
+    for _ in range(10):
+        g = wide.sweep(torch.full((1, 600), -math.log(600), dtype=torch.float64, device=device), log_weight, g, g).g
+    return cost, log_weight.float(), g.float()
+
+
+def leanings(op, log_weight, g):
+    """By what went there and back, how far the row sums are from one on average."""
+    weights, zero = torch.zeros(1, op.rows, device=g.device), torch.zeros(1, op.rows, device=g.device)
+    h, found = log_weight + g / op.epsilon[:, None], {}
+    swept = op.sweep(torch.full_like(zero, -7.0), log_weight, g, zero).softmin
+    for way, softmin in (("softmin", op.softmin(h)), ("sweep", swept)):
+        s, ones = softmin / op.epsilon[:, None], torch.ones(1, op.columns, 3, device=g.device)
+        found[f"{way}, apply"] = op.apply(s, h, ones)[..., 0]
+        found[f"{way}, one column"] = op.apply(s, h, ones[..., :1])[..., 0]
+        found[f"{way}, turned"] = op.T.apply(h, s, weights[..., None] + 1)[..., 0].sum(-1) / op.rows
+        found[f"{way}, weighted"] = op.weighted(s, h, alpha=weights + 1).rows
+        if (pulls := op.pulls(True)) is not None:
+            found[f"{way}, pulled"] = pulls.pull(False, log_weight, g, softmin, weights + 1).sum(-1) / op.rows
+    return {name: float((sums.double() - 1).mean()) for name, sums in found.items()}
