@@ -672,6 +672,7 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
     block = 64 if kind == DOT else 256
     programs = (rows.blocks + columns.blocks) * (PAD // block)
     chunk = min(64, width) if kind == DOT else 1 << (d - 1).bit_length()
+    options = (("num_warps", 8 if kind == DOT else 4),)
     variant = (x.dtype, x.data_ptr() % 16, y.data_ptr() % 16, epsilon.data_ptr() % 16)
     launches = []
     for again in range(2 if kind == DOT else 1):
@@ -680,7 +681,7 @@ def prepare(cost: Cost, epsilon: Tensor) -> Prepared:
             slopes, extents, flags, programs, rows.length, columns.length, rows.blocks, columns.blocks, d, width, again,
             *x.stride(), *y.stride(), epsilon.stride(0),
         )  # fmt: skip
-        launches.append(Launch(kernel, programs * batch, args, (kind, chunk, block), (("num_warps", 4),), variant))
+        launches.append(Launch(kernel, programs * batch, args, (kind, chunk, block), options, variant))
         launches[-1]()
     return Prepared(kind, width, rows, columns, slopes, flags, scratch, 0, kind, tuple(launches))
 
