@@ -6,7 +6,7 @@ python benchmarks/card/sinkhorn.py [check] [time] [strips] [gradients] [small]  
           host, both in float32, from the host's loop in float64.
 `time`    milliseconds of an iteration and of a whole solve, the card's own loop and the host's.
 `strips`  milliseconds of an iteration with rows in registers (one exponential for both updates) and without, in shapes
-          that were never timed: with a reach. (Strips of 12 289 to 16 384 columns lost at five coordinates.) Where they
+          that a problem may have, and in the shape of longer rows. (More than 10 240 columns of five lost.) Where they
           lose, ``triton.Strips.fit`` is to refuse them.
 
 `gradients`  value and unrolled gradient of ten iterations, and how long the card works for that by torch's profiler.
@@ -148,23 +148,26 @@ def times():
 
 
 def strips():
-    """With and without rows in registers."""
-    fit, cases = triton.Strips.fit, []
-    cases += [(d, 10_000, 12_288, {}) for d in (5, 8)]
+    """With and without rows in registers; and for rows of middle length, in the shape of longer ones."""
+    fit, long, cases = triton.Strips.fit, triton.Strips.LONG, []
+    cases += [(d, 10_000, 10_240, {}) for d in (5, 8)]
+    cases += [(kind, 10_000, m, {}) for kind in (1, 3, 4, "matrix") for m in (10_240, 12_288)]
     cases += [(kind, 10_000, m, {"reach": (0.5, 2.0)}) for kind in (1, 3, 5, 8, "matrix") for m in (10_000, 16_384)]
     cases += [(kind, 10_000, 10_000, {"reach": (0.5, 2.0)}) for kind in ("inner", "labels")]
     for kind, n, m, options in cases:
         if not time_for(4, f"strips of {kind}, {m} columns"):
             return
         cost, found = make(kind, n, m, torch.float32), []
-        for with_strips in (True, False):
+        for with_strips, shorter in ((True, long), (False, long), (True, 10_000)):
             triton.Strips.fit = fit if with_strips else classmethod(lambda cls, op: False)
+            triton.Strips.LONG = shorter
             try:
                 found.append(iteration(cost, epsilon=0.05 * (kind if isinstance(kind, int) else 3), **options))
             finally:
-                triton.Strips.fit = fit
+                triton.Strips.fit, triton.Strips.LONG = fit, long
         what = f"{kind}, {n} x {m}{', a reach' if options else ''}"
-        say(f"{what}: strips {found[0]:.4f} ms, two passes {found[1]:.4f}{', STRIPS LOSE' if found[0] > found[1] else ''}")
+        loses = ", STRIPS LOSE" if found[0] > found[1] else ""
+        say(f"{what}: strips {found[0]:.4f} ms, as if long {found[2]:.4f}, two passes {found[1]:.4f}{loses}")
 
 
 def gradients():

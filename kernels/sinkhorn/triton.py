@@ -554,7 +554,7 @@ class Update:
 class Strips:
     """Both updates of an iteration from one exponential a pair, where whole rows fit into a program's registers."""
 
-    LONGEST = 16384  # columns
+    LONGEST, LONGEST_OF_MANY = 16384, 10240  # columns, of up to four coordinates and of more
     FEWEST = 16  # rows for each multiprocessor
     UNIFORM = 32  # coordinates of a strip's rows that lie in registers of their own
     # Rows of a strip at most, warps of a program, programs of a multiprocessor, and registers of a thread.
@@ -589,13 +589,14 @@ class Strips:
     def fit(cls, op: Fused) -> bool:
         """Whether a row fits into one program, and there are rows enough for all.
 
-        Long rows of five to eight coordinates do, but two passes are faster (H200, 12 289 of five: 0.18 ms, not 0.23).
+        Long rows of five to eight coordinates do, but two passes are faster (H200, 10 000 rows of 12 288 columns: 0.18
+        and 0.32 ms instead of 0.21 and 0.49; of 10 000 columns 0.16 and 0.25 instead of 0.10 and 0.15).
         """
         prepared = op.prepared
         if prepared.kind == DOT or (prepared.kind == MATRIX and alignment(prepared)[0] != 2):
             return False
         enough = cls.FEWEST * processors(op.device)
-        longest = cls.LONG if prepared.kind == FMA and prepared.width > 4 else cls.LONGEST
+        longest = cls.LONGEST_OF_MANY if prepared.kind == FMA and prepared.width > 4 else cls.LONGEST
         return prepared.columns.length <= longest and prepared.rows.length * op.batch >= enough
 
     def bind(self, loop: Vectors, before: Tensor, after: Tensor) -> InTurn:
