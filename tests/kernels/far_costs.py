@@ -16,19 +16,20 @@ WIDE = torch.tensor([0.1], dtype=torch.float64)
 
 
 def costs(kind, device="cpu"):
-    """One problem of 600 and 200 points, or their matrix; and log weights and potentials of the columns.
+    """One problem of 320 and 160 points, or their matrix, or "l1"; and log weights and potentials of the columns.
 
     After some iterations every column is near to some of the rows; of few columns rounding alone may lean.
     """
-    d = 3 if kind == "matrix" else kind
-    x, y = 0.3 * normal(1, 600, d), 0.3 * normal(1, 200, d, seed=1) + (70 / d) ** 0.5
+    d, metric = (3, "l1" if kind == "l1" else "sqeuclidean") if isinstance(kind, str) else (kind, "sqeuclidean")
+    x, y = 0.3 * normal(1, 320, d), 0.3 * normal(1, 160, d, seed=1) + (23 if kind == "l1" else (70 / d) ** 0.5)
     parts = (None, None, (x[:, :, None] - y[:, None]).square().sum(-1)) if kind == "matrix" else (x, y, None)
-    cost = Cost(*(None if part is None else part.to(device, torch.float32) for part in parts))
-    log_weight = torch.log_softmax(normal(1, 200, seed=2), -1).to(device)
-    wide = reference.operator(Cost(*(None if part is None else part.double() for part in cost[:3])), WIDE.to(device))
+    cost = Cost(*(None if part is None else part.to(device, torch.float32) for part in parts), metric)
+    log_weight = torch.log_softmax(normal(1, 160, seed=2), -1).to(device)
+    parts = (None if part is None else part.double() for part in cost[:3])
+    wide = reference.operator(Cost(*parts, metric), WIDE.to(device))
     g = torch.zeros_like(log_weight)
     for _ in range(10):
-        g = wide.sweep(torch.full((1, 600), -math.log(600), dtype=torch.float64, device=device), log_weight, g, g).g
+        g = wide.sweep(torch.full((1, 320), -math.log(320), dtype=torch.float64, device=device), log_weight, g, g).g
     return cost, log_weight.float(), g.float()
 
 
