@@ -11,6 +11,7 @@ Row = dict[str, Any]
 Results = dict[str, Any]
 
 COLOURS = {"ours": "#c1440e", "flash": "#c1440e", "floor": "0.6"}
+SEARCHES = "flash-sinkhorn"
 OTHERS = ("#1f5f8b", "#4f9d69", "#8c6bb1", "#b8860b", "#5b5b5b")
 
 
@@ -95,8 +96,12 @@ def plots(device: str, results: Results, folder: Path) -> str:
         return ""
     figure = Figure(figsize=(5.2 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
+    drawn = {}
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(axes, *panel)
+        handles, names = axes.get_legend_handles_labels()
+        drawn |= dict(zip(names, handles, strict=True))
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncol=len(drawn), fontsize=9, frameon=False)
     folder.mkdir(parents=True, exist_ok=True)
     name = f"performance-{device}.png"
     figure.savefig(folder / name, dpi=90)
@@ -106,6 +111,8 @@ def plots(device: str, results: Results, folder: Path) -> str:
 def _panels(rows: list[Row], axis: str, fixed: str) -> list[tuple[str, str, list[Row]]]:
     chosen = [row for row in rows if row["case"] == f"against {axis}" and "iteration" in row]
     values = sorted({row[fixed] for row in chosen})
+    # A peer that searches for launch shapes at every size is measured at the table's sizes only.
+    chosen += [row for row in rows if row["case"] == "points" and row["system"].startswith(SEARCHES) and "iteration" in row]
     return [(axis, f"{fixed} = {value}", [row for row in chosen if row[fixed] == value]) for value in values]
 
 
@@ -119,7 +126,6 @@ def _draw(axes: Any, axis: str, title: str, rows: list[Row]) -> None:
                     marker="" if family == "floor" else "o", markersize=4)  # fmt: skip
     axes.set(xlabel="points a side, n" if axis == "n" else "dimension, d", ylabel="seconds an iteration", title=title)
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _label(row: Row) -> str:

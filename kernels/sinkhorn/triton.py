@@ -554,18 +554,18 @@ class Update:
 class Strips:
     """Both updates of an iteration from one exponential a pair, where whole rows fit into a program's registers."""
 
-    LONGEST, LONGEST_OF_MANY = 16384, 10240  # columns, of up to four coordinates and of more
+    LONGEST = 16384  # columns
     FEWEST = 16  # rows for each multiprocessor
     UNIFORM = 32  # coordinates of a strip's rows that lie in registers of their own
     # Rows of a strip at most, warps of a program, programs of a multiprocessor, and registers of a thread.
     SHAPES: ClassVar = {MATRIX: (1, 8, 2, 128), FMA: (8, 8, 1, 255)}
-    LONG = 12288  # columns, and what suits more of them
+    LONG: ClassVar = {MATRIX: 12288, FMA: 10240}  # columns, and what suits more of them
     LONG_SHAPES: ClassVar = {MATRIX: (2, 8, 1, 255), FMA: (4, 16, 1, 128)}
 
     def __init__(self, op: Fused):
         self.op, self.prepared = op, op.prepared
         prepared, rows, columns = op.prepared, op.prepared.rows, op.prepared.columns
-        long = columns.length > self.LONG
+        long = columns.length > self.LONG[prepared.kind]
         chosen = self.LONG_SHAPES if long else self.SHAPES
         self.rows, self.warps, resident, self.registers = chosen[prepared.kind]
         while columns.length <= 128 * self.warps * 2 and self.warps > 4:
@@ -596,7 +596,7 @@ class Strips:
         if prepared.kind == DOT or (prepared.kind == MATRIX and alignment(prepared)[0] != 2):
             return False
         enough = cls.FEWEST * processors(op.device)
-        longest = cls.LONGEST_OF_MANY if prepared.kind == FMA and prepared.width > 4 else cls.LONGEST
+        longest = cls.LONG[FMA] if prepared.kind == FMA and prepared.width > 4 else cls.LONGEST
         return prepared.columns.length <= longest and prepared.rows.length * op.batch >= enough
 
     def bind(self, loop: Vectors, before: Tensor, after: Tensor) -> InTurn:
