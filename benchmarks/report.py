@@ -109,10 +109,11 @@ def plots(device: str, results: Results, folder: Path) -> str:
 
 
 def _panels(rows: list[Row], axis: str, fixed: str) -> list[tuple[str, str, list[Row]]]:
-    chosen = [row for row in rows if row["case"] == f"against {axis}" and "iteration" in row]
+    rows = [row for row in rows if "iteration" in row]
+    chosen = [row for row in rows if row["case"] == f"against {axis}"]
     values = sorted({row[fixed] for row in chosen})
     # A peer that searches for launch shapes at every size is measured at the table's sizes only.
-    chosen += [row for row in rows if row["case"] == "points" and row["system"].startswith(SEARCHES) and "iteration" in row]
+    chosen += [row for row in rows if row["case"] == "points" and row["system"].startswith(SEARCHES)]
     return [(axis, f"{fixed} = {value}", [row for row in chosen if row[fixed] == value]) for value in values]
 
 
