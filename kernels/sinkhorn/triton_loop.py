@@ -130,7 +130,8 @@ class Loop(Vectors):
         super().__init__(op, offsets, op.exact_epsilon)
         self.control, self.batch, self.columns, self.device = control, op.batch, op.columns, op.device
         self.given = dict(zip(GIVEN, (op.exact_epsilon, *map(in_rows, (a, b)), f), strict=True))
-        self.given |= {"x": op.cost.x, "y": op.cost.y} if op.cost.matrix is None else {"M": op.cost.matrix}
+        self.of_matrix = op.cost.matrix is not None
+        self.given |= {"M": op.cost.matrix} if self.of_matrix else {"x": op.cost.x, "y": op.cost.y}
         self.outputs = new_outputs(op.batch, op.rows, op.columns, control.looks, op.device)
         self.notes, *notes = _zeros(op.device, op.batch)
         self.seen, self.done, self.iterations, self.gaps, self.cycles, binding = notes
@@ -143,7 +144,7 @@ class Loop(Vectors):
         self.slopes = op.prepared.slopes
         tile = triton.fitting_tile(op, control.max_iterations) if penalty is None else None
         # Elsewhere the first potentials tell of every cost; what takes one launch is looked through before it.
-        looks_through = tile is not None and op.cost.matrix is not None
+        looks_through = tile is not None and self.of_matrix
         self.preparation, self.begin = op.prepared.launches, self._start(op, looks_through)
         self.end = self._finish(op, tile is None)
         self.whole: Launch | None = None
@@ -158,7 +159,7 @@ class Loop(Vectors):
             self.translate = None if penalty is None else self._translate(op)
             self.settle = self._settle(op) if waits else None
         # What is fetched of a matrix in many launches lies elsewhere each time.
-        self.of_values = Refetch() if self.whole is not None or op.cost.matrix is None else Fetch()
+        self.of_values = Refetch() if self.whole is not None or not self.of_matrix else Fetch()
         self.of_ends = Fetch(), Fetch()
         self.kept: list[Any] = []
 
@@ -170,16 +171,16 @@ class Loop(Vectors):
         found = (*self.preparation, self.begin, *self.lay, *(one for step in inner for one in _single(step)), self.end)
         return list(dict.fromkeys(found))
 
-    def run(self, inspect: Inspect, matrix: Tensor | None) -> None:
+    def run(self, inspect: Inspect) -> None:
         """Launch everything but the preparation of the costs, and hand what was seen of the values to ``inspect``."""
         self.begin()
         for one in self.lay:
             one()
         if self.whole is None:
-            self.alternate(inspect, matrix is not None)
+            self.alternate(inspect)
             self.end()
             return
-        report = self.report(inspect, matrix is not None)
+        report = self.report(inspect)
         self.whole()
         self.end()
         report()
@@ -196,14 +197,14 @@ class Loop(Vectors):
         storages = (part.untyped_storage() for part in self.kept)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) <= MOST_BYTES
 
-    def again(self, addresses: dict[str, int], inspect: Inspect, matrix: Tensor | None) -> None:
+    def again(self, addresses: dict[str, int], inspect: Inspect) -> None:
         """Run once more, with these addresses of what is given and of the results."""
         for one in self.changing:
             one.attach(addresses)
         try:
             for one in self.preparation:
                 one()
-            self.run(inspect, matrix)
+            self.run(inspect)
         except BaseException:
             self.of_values.settle()
             self.notes.zero_()  # what the last launch leaves zero, had it come to that
@@ -235,7 +236,7 @@ class Loop(Vectors):
         constants = (prepared.kind, looks_through, triton.BLOCK)
         return Launch(start, programs * self.batch, args, constants, (("num_warps", 4),), variant)
 
-    def report(self, inspect: Inspect, matrix: bool, lowest: Tensor | None = None) -> Callable[[], None]:
+    def report(self, inspect: Inspect, lowest: Tensor | None = None) -> Callable[[], None]:
         """Fetch what was seen of the values while the card goes on; the result hands it to ``inspect``.
 
         ``lowest`` is NaN or −inf where a matrix holds such costs, unless the first flag says so. While a CUDA graph is
@@ -249,16 +250,16 @@ class Loop(Vectors):
         def read() -> None:
             numbers = self.of_values.result()
             if not plainly_sound(numbers, self.batch):
-                inspect(values_seen(numbers, self.batch, matrix))
+                inspect(values_seen(numbers, self.batch, self.of_matrix))
 
         return read
 
-    def alternate(self, inspect: Inspect, matrix: bool) -> None:
+    def alternate(self, inspect: Inspect) -> None:
         """Two launches an iteration, until all problems are done; the host looks one check behind the card."""
         control, polled = self.control, None
         self.first(0)
         # The first potentials have met every cost: NaN and −inf show in them, without another pass over a matrix.
-        report = self.report(inspect, matrix, self.v[1][:, : self.columns].amin() if matrix else None)
+        report = self.report(inspect, self.v[1][:, : self.columns].amin() if self.of_matrix else None)
         polls = control.tolerance > 0 and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         for k in range(1, control.max_iterations + 1):
             if self.translate is not None and control.looked_at(k):
@@ -492,7 +493,7 @@ def solve(
     if loop is None:
         loop = Loop(op, a, b, f, control, penalty, offsets)
         outputs = loop.outputs
-        loop.run(inspect, op.cost.matrix)
+        loop.run(inspect)
         if key is not None and loop.keep():
             _keep(key, loop)
             op.again = functools.partial(again, key, control.looks) if penalty is None else None
@@ -502,7 +503,7 @@ def solve(
     addresses |= {name: part.data_ptr() for name, part in zip(RESULTS, outputs, strict=True)}
     addresses |= {name: part.data_ptr() for name, part in zip("xyM", op.cost[:3], strict=True) if part is not None}
     try:
-        loop.again(addresses, inspect, op.cost.matrix)
+        loop.again(addresses, inspect)
     finally:
         _keep(key, loop)
     op.again = functools.partial(again, key, control.looks) if penalty is None else None
@@ -544,12 +545,11 @@ def again(
     for name, part in zip((*names, *GIVEN), (*cost, *others), strict=True):
         addresses[name] = part.data_ptr()
     try:
-        matrix = None if len(cost) == 2 else cost[0]
         if torch._C._cuda_getDevice() == loop.device.index:
-            loop.again(addresses, inspect, matrix)
+            loop.again(addresses, inspect)
         else:
             with triton.on(loop.device):
-                loop.again(addresses, inspect, matrix)
+                loop.again(addresses, inspect)
     finally:
         _keep(key, loop)
     return results

@@ -263,7 +263,7 @@ def test_offsets_and_looks_at_every_iteration(monkeypatch, tmp_path, kind, in_st
         offsets = torch.zeros(1, operator.rows), torch.zeros(1, operator.columns)
         weights = [part + 1 for part in offsets]
         loop = triton_loop.Loop(operator, *weights, f, control, torch.zeros(1, 8), offsets)
-        loop.run(lambda seen: None, None)
+        loop.run(lambda seen: None)
 
     found = record(monkeypatch, "h200", cost_of(kind, 300 if in_strips else 6001, 10_000), work=work)
     names = {one.kernel.__name__ for one in found}

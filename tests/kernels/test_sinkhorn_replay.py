@@ -64,7 +64,7 @@ def test_only_what_was_given_changes(started, kind, missed, every, size):
     loop = triton_loop.Loop(triton.Fused(cost, others[0]), *given)
     assert (getattr(loop, "settle", None) is not None) == (every == 1)
     outputs, parts = loop.outputs, set(addresses(cost, others, loop.outputs).values())
-    loop.run(lambda seen: None, cost.matrix)
+    loop.run(lambda seen: None)
     first = list(started.log)
     assert loop.keep()
     assert not loop.given and not loop.outputs, "nobody's arrays are kept"
@@ -76,7 +76,7 @@ def test_only_what_was_given_changes(started, kind, missed, every, size):
     other_outputs = triton_loop.new_outputs(1, *size, control.looks, torch.device("cpu"))
     started.log.clear()
     wanted = addresses(other_cost, other_others, other_outputs)
-    loop.again(wanted, lambda seen: None, other_cost.matrix)
+    loop.again(wanted, lambda seen: None)
     assert [name for name, _ in started.log] == [name for name, _ in first]
     named = dict(zip(addresses(cost, others, outputs).values(), wanted.values(), strict=True))
     moved = 0
@@ -90,7 +90,7 @@ def test_what_was_noted_is_zero_again_after_a_failure(started, monkeypatch):
     cost, others = tensors(2, 40, 50, seed=0)
     loop = triton_loop.Loop(triton.Fused(cost, others[0]), *others[1:], triton_loop.Control(12, 0.0, 5, 0, 1.0))
     given = addresses(cost, others, loop.outputs)
-    loop.run(lambda seen: None, None)
+    loop.run(lambda seen: None)
     assert loop.keep()
     loop.notes.fill_(7)
     loop.scratch.fill_(7)
@@ -100,7 +100,7 @@ def test_what_was_noted_is_zero_again_after_a_failure(started, monkeypatch):
 
     monkeypatch.setattr(triton_loop.Fetch, "result", lambda self: [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match="a holds"):
-        loop.again(given, refuse, None)
+        loop.again(given, refuse)
     assert not loop.notes.any() and not loop.scratch.any()
 
 
