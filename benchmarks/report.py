@@ -11,7 +11,7 @@ Row = dict[str, Any]
 Results = dict[str, Any]
 
 COLOURS = {"ours": "#c1440e", "flash": "#c1440e", "floor": "0.6"}
-SEARCHES = "flash-sinkhorn"
+SEARCHING = "flash-sinkhorn"  # a peer that searches for launch shapes at every size: measured at the table's alone
 OTHERS = ("#1f5f8b", "#4f9d69", "#8c6bb1", "#b8860b", "#5b5b5b")
 
 
@@ -112,8 +112,7 @@ def _panels(rows: list[Row], axis: str, fixed: str) -> list[tuple[str, str, list
     rows = [row for row in rows if "iteration" in row]
     chosen = [row for row in rows if row["case"] == f"against {axis}"]
     values = sorted({row[fixed] for row in chosen})
-    # A peer that searches for launch shapes at every size is measured at the table's sizes only.
-    chosen += [row for row in rows if row["case"] == "points" and row["system"].startswith(SEARCHES)]
+    chosen += [row for row in rows if row["case"] == "points" and row["system"].startswith(SEARCHING)]
     return [(axis, f"{fixed} = {value}", [row for row in chosen if row[fixed] == value]) for value in values]
 
 

@@ -5,9 +5,9 @@ python benchmarks/card/sinkhorn.py [check] [time] [strips] [gradients] [small]  
 `check`   annealing, a reach with terms of one side, looks at every iteration: by the card's own loop and steered by the
           host, both in float32, from the host's loop in float64.
 `time`    milliseconds of an iteration and of a whole solve, the card's own loop and the host's.
-`strips`  milliseconds of an iteration with rows in registers (one exponential for both updates) and without, in shapes
-          that a problem may have, and in the shape of longer rows. (More than 10 240 columns of five lost.) Where they
-          lose, ``triton.Strips.fit`` is to refuse them.
+`strips`  milliseconds of an iteration with rows in registers (one exponential for both updates), in the shape that they
+          take and in that of longer rows, and without. Where they lose, ``triton.Strips.fit`` is to refuse them, as it
+          does more than 10 240 columns of five to eight coordinates.
 
 `gradients`  value and unrolled gradient of ten iterations, and how long the card works for that by torch's profiler.
 `small`   microseconds of an iteration of a call like the one before, by the clock of .bench/ot_gpu.py, and of the host.

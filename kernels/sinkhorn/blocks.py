@@ -259,7 +259,7 @@ class Blocks(Operator):
         rows, columns = self.zeros(self.batch, self.rows), self.zeros(self.batch, self.columns)
         with exact_products(self.device):
             for strip in self.strips():
-                weights, moment = exp2(self.exponents(strip, terms)), None
+                weights, moment = self._moment(strip, terms, 0), None
                 if gamma:
                     weights = weights.clone()
                     moment = times_cost(weights, self.scaled(strip))
@@ -352,7 +352,7 @@ class Points(Blocks):
 
     @functools.cached_property
     def bits(self) -> Tensor:
-        """Points are multiplied in float64."""
+        """Nothing but log₂e/ε: points are scaled in float64."""
         return (LOG2_E / self.exact_epsilon)[:, None]
 
     @functools.cached_property

@@ -224,7 +224,7 @@ class Fused(Operator):
         update.bind(bias, u, rest, u, rest, rest, none, rest, none, binding)()
         inner = u[:, : rows.length]
         inner = inner + rows.half_norm[:, : rows.length] if self.prepared.kind == DOT else inner
-        return torch.mul(inner, self.unit, out=torch.empty_like(inner, memory_format=torch.contiguous_format))
+        return torch.mul(inner, self.unit, out=self.new(*inner.shape))  # in float64, rounded once
 
     def _laid_dual(self, log_weight: Tensor, potential: Tensor) -> Tensor:
         """The bias of log b + g/ε."""

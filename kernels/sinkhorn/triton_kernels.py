@@ -238,7 +238,7 @@ def prepare(
             shrink = tl.exp2(tl.ceil(tl.log2(extent / 16384.0)))
     else:
         scale = tl.sqrt(1.4426950408889634 / unit)
-    scale = scale / shrink  # float64: rounded once for all points, it would not suit potentials any more
+    scale = scale / shrink  # float64: a rounded scale would move all costs one way, and potentials know ε alone
     if block == 0:
         tl.store(slopes + b, shrink * shrink)
     is_q = block < blocks_q * per

@@ -11,7 +11,7 @@ from tests.ops.sinkhorn_cases import normal
 
 REGULARISATIONS = (0.07, 0.09, 0.11)  # none of them is a float32
 KINDS = ("matrix", 3, 20)
-LEAST = 1e-5
+MOST = 1e-5  # that row sums may lean
 WIDE = torch.tensor([0.1], dtype=torch.float64)
 
 
@@ -34,16 +34,15 @@ def costs(kind, device="cpu"):
 
 
 def leanings(op, log_weight, g):
-    """By what went there and back, how far the row sums are from one on average."""
-    weights, zero = torch.zeros(1, op.rows, device=g.device), torch.zeros(1, op.rows, device=g.device)
-    h, found = log_weight + g / op.epsilon[:, None], {}
-    swept = op.sweep(torch.full_like(zero, -7.0), log_weight, g, zero).softmin
+    """How far the row sums of plans are from one on average, by what gave the softmin and what took the plan."""
+    each, h, found = torch.ones(1, op.rows, device=g.device), log_weight + g / op.epsilon[:, None], {}
+    swept = op.sweep(-7 * each, log_weight, g, 0 * each).softmin
     for way, softmin in (("softmin", op.softmin(h)), ("sweep", swept)):
         s, ones = softmin / op.epsilon[:, None], torch.ones(1, op.columns, 3, device=g.device)
         found[f"{way}, apply"] = op.apply(s, h, ones)[..., 0]
         found[f"{way}, one column"] = op.apply(s, h, ones[..., :1])[..., 0]
-        found[f"{way}, turned"] = op.T.apply(h, s, weights[..., None] + 1)[..., 0].sum(-1) / op.rows
-        found[f"{way}, weighted"] = op.weighted(s, h, alpha=weights + 1).rows
+        found[f"{way}, turned"] = op.T.apply(h, s, each[..., None])[..., 0].sum(-1) / op.rows
+        found[f"{way}, weighted"] = op.weighted(s, h, alpha=each).rows
         if (pulls := op.pulls(True)) is not None:
-            found[f"{way}, pulled"] = pulls.pull(False, log_weight, g, softmin, weights + 1).sum(-1) / op.rows
+            found[f"{way}, pulled"] = pulls.pull(False, log_weight, g, softmin, each).sum(-1) / op.rows
     return {name: float((sums.double() - 1).mean()) for name, sums in found.items()}
